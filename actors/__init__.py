@@ -1,0 +1,1 @@
+"""Slipstream rollout side: sampling with vLLM and the trajectory format it produces."""

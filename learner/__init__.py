@@ -1,0 +1,1 @@
+"""Slipstream training side: advantages, objective, FSDP learner and weight publication."""

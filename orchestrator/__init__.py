@@ -1,0 +1,1 @@
+"""Slipstream control side: the driver that feeds, scores, trains, publishes and supervises."""

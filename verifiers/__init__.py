@@ -1,0 +1,1 @@
+"""Slipstream scoring side: verifiers that turn completions into typed verdicts."""
