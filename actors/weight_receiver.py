@@ -1,0 +1,106 @@
+"""Loads published weights inside vLLM's worker process: the receiving end of a weight sync.
+
+vLLM finds it through the `vllm.general_plugins` entry point. It reads safetensors files that the
+rollout worker has staged on this node and knows nothing of versions or of where files come from.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+BACKEND = "slipstream"
+
+
+def register() -> None:
+    """Makes the backend known to this process; vLLM calls it in each of its processes."""
+    with suppress(ValueError):  # vLLM may load its plugins several times in one process
+        WeightTransferEngineFactory.register_engine(BACKEND, ChunkFileReceiver)
+
+
+@dataclass
+class NoInitInfo(WeightTransferInitInfo):
+    """There is nothing to rendezvous with."""
+
+
+@dataclass
+class ChunkFiles(WeightTransferUpdateInfo):
+    """Safetensors files readable on this node, tensors named as in a Hugging Face checkpoint."""
+
+    paths: list[str]
+
+
+class ChunkFileReceiver(WeightTransferEngine[NoInitInfo, ChunkFiles]):
+    """Replaces all weights of the model by those in the files of one update.
+
+    `finish_weight_update` raises RuntimeError when an update left out a parameter: the model
+    would go on serving that tensor's old value.
+    """
+
+    init_info_cls = NoInitInfo
+    update_info_cls = ChunkFiles
+
+    def __init__(
+        self,
+        config: "WeightTransferConfig",
+        vllm_config: "VllmConfig",
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._parameters = {name for name, _ in model.named_parameters()}
+        self._loaded: set[str] = set()
+
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self._loaded = set()
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: ChunkFiles) -> None:
+        model: Any = self.model
+        for path in update_info.paths:
+            self._loaded |= model.load_weights(_tensors(path))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        _repack_output_heads(self.model)
+        missing = sorted(self._parameters - self._loaded)
+        if missing:
+            raise RuntimeError(f"the weight update left out {len(missing)} parameters: {missing}")
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - the handle is no mapping
+            yield name, file.get_tensor(name)
+
+
+def _repack_output_heads(model: torch.nn.Module) -> None:
+    """Layerwise reload leaves a tied head's packed CPU copy at the old weights: no weight of its
+    own arrives, so nothing triggers the packing again."""
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)

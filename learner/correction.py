@@ -1,0 +1,84 @@
+"""Engine-mismatch correction: importance weights and rejections from p - b.
+
+p is the learner's log-probability at the version that sampled the token, b the rollout engine's at
+sampling. TIS caps large weights and keeps small ones; IcePop rejects what lies outside an interval.
+Neither ever changes a length or a denominator.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.objective_config import CorrectionConfig
+from learner.ratio import rounding_slack
+from learner.segments import segment_any, segment_sum
+
+
+class MismatchStatistics:
+    """The log mismatch ratio per token, of the token or of its sample; each computed once.
+
+    `mismatch[N]` is p - b, 0 where unknown or outside the data mask; `lengths[S]` counts the mask.
+    """
+
+    def __init__(self, mismatch: Tensor, sample_index: Tensor, lengths: Tensor) -> None:
+        self.sample_index = sample_index
+        self._lengths = lengths
+        self._by_name = {"token": mismatch}
+
+    def __getitem__(self, statistic: str) -> Tensor:
+        if statistic not in self._by_name:
+            mismatch = self._by_name["token"]
+            of_sample = segment_sum(mismatch, self.sample_index, self._lengths.shape[0])
+            if statistic == "geometric":
+                of_sample = of_sample / self._lengths.clamp(min=1)
+            self._by_name[statistic] = of_sample[self.sample_index]
+        return self._by_name[statistic]
+
+    @property
+    def num_samples(self) -> int:
+        return self._lengths.shape[0]
+
+
+@dataclass(frozen=True)
+class Rejections:
+    """Tokens that the correction rejects, by reason (bool[N]; a token may have several)."""
+
+    veto: Tensor
+    keep_low: Tensor
+    keep_high: Tensor
+
+
+def rejections(
+    correction: CorrectionConfig, statistics: MismatchStatistics, live: Tensor
+) -> Rejections:
+    """Which of the `live` tokens (bool[N]: in the data mask and not stale) are rejected."""
+    nothing = torch.zeros_like(live)
+    veto = keep_low = keep_high = nothing
+    slack = rounding_slack(statistics["token"].dtype)
+    if correction.veto is not None:
+        bad = live & (statistics["token"] < math.log(correction.veto) - slack)
+        index = statistics.sample_index
+        veto = live & segment_any(bad, index, statistics.num_samples)[index]
+    for interval in correction.keep:
+        value = statistics[interval.statistic]
+        if interval.low > 0:
+            keep_low = keep_low | (live & (value < math.log(interval.low) - slack))
+        if interval.high is not None:
+            keep_high = keep_high | (live & (value > math.log(interval.high) + slack))
+    return Rejections(veto, keep_low, keep_high)
+
+
+def importance_weights(
+    correction: CorrectionConfig, statistics: MismatchStatistics, kept: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Detached weights w[N] (1 outside `kept`) and which were capped (bool[N]); None without."""
+    if correction.weight == "none":
+        return None, None
+    log_weight = torch.where(kept, statistics[correction.weight], 0.0).detach()
+    if correction.cap is None:
+        return log_weight.exp(), None
+    bound = math.log(correction.cap)
+    capped = log_weight > bound + rounding_slack(log_weight.dtype)
+    return log_weight.clamp(max=bound).exp(), capped

@@ -1,0 +1,34 @@
+"""Awaiting remote work with a deadline and a name, so that nothing waits silently.
+
+Knows Ray's object references only as awaitables.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from orchestrator.errors import RunError
+
+T = TypeVar("T")
+
+
+class DeadlineExceeded(RunError):
+    """A remote call did not answer in time; the message names the call and the limit."""
+
+
+async def within(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
+    """Result of `awaitable`, or DeadlineExceeded naming `what` after `timeout_s` seconds."""
+    task = asyncio.ensure_future(_as_coroutine(awaitable))
+    try:
+        return await asyncio.wait_for(task, timeout_s)
+    except TimeoutError as error:
+        if task.done() and not task.cancelled():
+            raise  # the remote side raised a TimeoutError of its own
+        raise DeadlineExceeded(
+            f"{what} did not answer within {timeout_s:.0f} s. "
+            "Look at its log in the run's logs folder; raise the time limit if it was only slow."
+        ) from error
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    return await awaitable

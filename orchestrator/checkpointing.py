@@ -1,0 +1,42 @@
+"""Checkpoints of a run: the learner's state with the driver's beside it, saved as one.
+
+The learner writes its shards and, with them, one JSON object that the driver gives: the flow's
+state. Both become visible together or not at all.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from learner.group import LearnerGroup
+from orchestrator.config import CheckpointConfig
+from orchestrator.flow import Flow
+from orchestrator.run_directory import RunDirectory
+
+
+class Checkpointing:
+    """Saves after a step and restores before the first one."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        directory: RunDirectory,
+        learner: LearnerGroup,
+        flow: Flow,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._learner = learner
+        self._flow = flow
+
+    async def save(self) -> Path:
+        """Write the checkpoint of the flow's current step; older ones beyond `keep` go."""
+        path = self._directory.checkpoint(self._flow.step)
+        await self._learner.save(
+            path, extra=self._flow.state(), keep=self._config.keep, export=self._config.export
+        )
+        return path
+
+    async def load(self, path: Path) -> None:
+        """Put learner and flow where they were when `path` was saved."""
+        extra: dict[str, Any] = await self._learner.load(path)
+        self._flow.restore(extra)

@@ -1,0 +1,144 @@
+"""Ray: joining or starting a cluster, and how each role becomes actors on it.
+
+The only module of the orchestrator that decides actor options. Knows no loop.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.trajectory import TrajectoryMeta
+from actors.worker import RolloutWorker
+from orchestrator.config import RunConfig
+from orchestrator.errors import RunError
+from orchestrator.store import TrajectoryStore
+from verifiers.worker import VerifierWorker
+
+GENERATE_CALLS = 64
+CONTROL_CALLS = 8
+VERIFY_CALLS = 64
+
+
+def connect(config: RunConfig) -> bool:
+    """Join the cluster of RAY_ADDRESS, or start a local one. True when it was started here.
+
+    A local cluster always has room for the roles of the config: on a small machine they share
+    the cores. Raises RunError when the cluster cannot be reached or lacks the resources.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        else:
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus_needed(config))),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+    except Exception as error:
+        where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a local Ray"
+        raise RunError(
+            f"cannot connect to {where}: {error}. "
+            "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
+        ) from error
+    if address:
+        _require_room(config)
+    return not address
+
+
+def cpus_needed(config: RunConfig) -> float:
+    """CPUs that all actors of a run reserve together."""
+    return (
+        config.rollout.workers * config.rollout.cpus
+        + config.verifiers.workers * config.verifiers.cpus
+        + config.learner.ranks * config.learner.cpus
+    )
+
+
+def _require_room(config: RunConfig) -> None:
+    total = ray.cluster_resources()
+    needs = {"CPU": cpus_needed(config)}
+    needs["GPU"] = (
+        config.rollout.workers * config.rollout.gpus + config.learner.ranks * config.learner.gpus
+    )
+    for role, count in (
+        (config.rollout, config.rollout.workers),
+        (config.verifiers, config.verifiers.workers),
+        (config.learner, config.learner.ranks),
+    ):
+        for name, amount in role.resources.items():
+            needs[name] = needs.get(name, 0.0) + amount * count
+    lacking = [
+        f"{need:g} {name} needed, {total.get(name, 0.0):g} there"
+        for name, need in needs.items()
+        if need > total.get(name, 0.0)
+    ]
+    if lacking:
+        raise RunError(
+            f"the Ray cluster is too small for this config: {'; '.join(lacking)}. "
+            "`slipstream check` prints what each role asks for."
+        )
+
+
+def rollout_spawner(
+    config: RunConfig, *, meta: TrajectoryMeta, run_id: str, logs: Path
+) -> Callable[[str], Any]:
+    """A function that creates the rollout worker actor of a given name."""
+    rollout = config.rollout
+    actor_class = ray.remote(
+        concurrency_groups={"generate": GENERATE_CALLS, "control": CONTROL_CALLS}
+    )(RolloutWorker)
+
+    def spawn(name: str) -> Any:
+        return actor_class.options(
+            num_cpus=rollout.cpus,
+            num_gpus=rollout.gpus,
+            resources=rollout.resources or None,
+            max_restarts=0,
+        ).remote(
+            name,
+            rollout,
+            config.model.path,
+            config.model.path,
+            meta,
+            run_id,
+            str(logs / f"{name}.log"),
+        )
+
+    return spawn
+
+
+def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:
+    """A function that creates the verifier worker actor of a given name."""
+    actor_class = ray.remote(VerifierWorker)
+
+    def spawn(name: str) -> Any:
+        return actor_class.options(
+            num_cpus=config.verifiers.cpus,
+            resources=config.verifiers.resources or None,
+            max_concurrency=VERIFY_CALLS,
+            max_restarts=0,
+        ).remote(name, config.verifiers, config.model.path, str(logs / f"{name}.log"))
+
+    return spawn
+
+
+class _StoreActor(TrajectoryStore):
+    """Ray shell of the store: puts under the actor's own ownership."""
+
+    def __init__(self) -> None:
+        super().__init__(put=ray.put)
+
+
+def create_store() -> Any:
+    """The trajectory store actor, on the driver's node."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(_StoreActor).options(num_cpus=0, scheduling_strategy=here).remote()

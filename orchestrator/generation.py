@@ -1,0 +1,111 @@
+"""The generation loop: gives leases to rollout workers and passes what comes back on to scoring.
+
+Knows the flow's leases and the workers' streaming calls; it never sees a token. A lease that
+does not come back as a group goes back to the flow, whatever the reason.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from actors.worker import GroupReceipt, GroupRequest
+from orchestrator.fleet import Fleet, Worker, root_cause
+from orchestrator.flow import Flow, Lease
+from orchestrator.metrics import Metrics
+from orchestrator.weight_sync import WeightSync
+
+GROUPS_PER_CALL = 16
+"""Upper bound of one dispatch: one Ray call per batch of groups, not per sample."""
+
+
+class Generation:
+    """Keeps every rollout worker as busy as admission allows."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        fleet: Fleet,
+        sync: WeightSync,
+        metrics: Metrics,
+        on_group: Callable[[Lease, Any], Any],
+    ) -> None:
+        self._flow = flow
+        self._fleet = fleet
+        self._sync = sync
+        self._metrics = metrics
+        self._on_group = on_group
+        self._calls: set[asyncio.Task] = set()
+        self.accepting = False
+
+    async def run(self) -> None:
+        """Loop: dispatch whenever something changed. Ended by cancellation only."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                if self.accepting:
+                    self._dispatch_all(group)
+                await self._flow.changed.wait()
+
+    async def drain(self) -> None:
+        """Stop dispatching; return when no call is in flight."""
+        self.accepting = False
+        while self._calls:
+            await self._flow.changed.wait()
+
+    def _dispatch_all(self, group: asyncio.TaskGroup) -> None:
+        for worker in self._fleet.ready():
+            label = self._sync.label(worker)
+            if label is None:
+                continue
+            leases = self._leases(worker, label.version)
+            if leases:
+                worker.in_flight += len(leases)
+                call = group.create_task(self._collect(worker, leases), name=f"{worker.name} call")
+                self._calls.add(call)
+
+    def _leases(self, worker: Worker, version: int) -> list[Lease]:
+        free = min(worker.info.max_groups_in_flight - worker.in_flight, GROUPS_PER_CALL)
+        leases: list[Lease] = []
+        while len(leases) < free and (lease := self._flow.next_lease(version)) is not None:
+            leases.append(lease)
+        return leases
+
+    async def _collect(self, worker: Worker, leases: list[Lease]) -> None:
+        """One streaming call: receipts and groups in completion order, losses given back."""
+        open_leases = {lease.group_id: lease for lease in leases}
+        stream = worker.actor.generate.options(num_returns="streaming").remote(
+            [_request(lease) for lease in leases]
+        )
+        reason = "the worker ended its answer early"
+        try:
+            async for receipt_ref in stream:
+                receipt: GroupReceipt = await receipt_ref
+                lease = open_leases.pop(receipt.group_id)
+                worker.in_flight -= 1
+                if receipt.ok:
+                    batch_ref = await anext(stream)
+                    self._flow.generated(lease, receipt)
+                    self._on_group(lease, batch_ref)
+                else:
+                    self._flow.attempt_failed(lease, receipt.error)
+        except RayError as error:
+            reason = root_cause(error)
+            self._fleet.report_lost(worker, reason)
+        finally:
+            worker.in_flight -= len(open_leases)
+            for lease in open_leases.values():
+                self._flow.attempt_failed(lease, f"{worker.name}: {reason}")
+            self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._flow.changed.notify()
+
+
+def _request(lease: Lease) -> GroupRequest:
+    return GroupRequest(
+        group_id=lease.group_id,
+        task_id=lease.task.task_id,
+        prompt_ids=lease.task.prompt_ids,
+        n=lease.samples,
+        attempt=lease.attempt,
+        seed=lease.seed,
+    )

@@ -1,0 +1,267 @@
+"""The driver program: wires every part of a run from the top and plays its script.
+
+The script is start, synchronise, probe, evaluate, train, drain, evaluate, save. Beside it run a
+few endless loops; one that ends by itself ends the run with its name and cause.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.trajectory import TrajectoryMeta
+from learner.group import LearnerGroup
+from orchestrator import cluster
+from orchestrator.calls import within
+from orchestrator.checkpointing import Checkpointing
+from orchestrator.config import RunConfig
+from orchestrator.errors import RunError
+from orchestrator.evaluation import Evaluation, EvaluationResult
+from orchestrator.fleet import Fleet
+from orchestrator.flow import Flow
+from orchestrator.generation import Generation
+from orchestrator.reporting import Reporter
+from orchestrator.run_directory import RunDirectory
+from orchestrator.signal import Signal
+from orchestrator.start_probe import check_pair, probe_prefixes
+from orchestrator.tasks import Task
+from orchestrator.training import Training
+from orchestrator.verification import Verification
+from orchestrator.watchdog import Watchdog
+from orchestrator.weight_sync import WeightSync
+
+
+class LoopEnded(RunError):
+    """A loop that must run for the whole run ended; carries its name and cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished or interrupted run hands to its summary."""
+
+    before: EvaluationResult | None
+    after: EvaluationResult | None
+    interrupted: bool
+    training_seconds: float
+    parity_max_abs: float
+
+
+class Pipeline:
+    """All parts of one run; `run` plays it once."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        *,
+        tasks: Sequence[Task],
+        held_out: Sequence[Task],
+        meta: TrajectoryMeta,
+        reporter: Reporter,
+        resume_from: Path | None,
+    ) -> None:
+        self._config = config
+        self._reporter = reporter
+        self._resume_from = resume_from
+        self._held_out = held_out
+        self.changed = Signal()
+        self.flow = Flow(config, tasks, self.changed)
+        self._store = cluster.create_store()
+        self._learner = LearnerGroup(
+            config.learner,
+            config.model.path,
+            seed=config.seed,
+            total_steps=config.steps,
+            max_staleness=config.max_staleness,
+            rollout_dtype=config.rollout.engine.dtype,
+            max_response_tokens=config.rollout.sampling.max_tokens,
+            logs=directory.logs,
+        )
+        self._rollout = Fleet(
+            "rollout",
+            cluster.rollout_spawner(config, meta=meta, run_id=directory.path.name, logs=directory.logs),
+            self._start_rollout,
+            changed=self.changed,
+            restarts_per_hour=config.supervision.restarts_per_hour,
+            progress_timeout_s=config.rollout.progress_timeout_s,
+        )
+        self._verifiers = Fleet(
+            "verifier",
+            cluster.verifier_spawner(config, logs=directory.logs),
+            self._start_verifier,
+            changed=self.changed,
+            restarts_per_hour=config.supervision.restarts_per_hour,
+            progress_timeout_s=config.verifiers.call_timeout_s,
+        )
+        self._sync = WeightSync(
+            self._learner,
+            self._rollout,
+            config.rollout,
+            probe_prefixes=probe_prefixes(held_out, config.rollout.probe),
+            changed=self.changed,
+            reporter=reporter,
+        )
+        self._verification = Verification(
+            self._verifiers,
+            self._store,
+            self.flow,
+            timeout_s=config.verifiers.call_timeout_s,
+            changed=self.changed,
+        )
+        self._generation = Generation(
+            self.flow, self._rollout, self._sync, on_group=self._verification.submit
+        )
+        self._evaluation = Evaluation(
+            held_out,
+            config.evaluation.samples_per_task,
+            self._rollout,
+            self._verification,
+            self.changed,
+        )
+        self._checkpointing = Checkpointing(config.checkpoint, directory, self._learner, self.flow)
+        self._training = Training(
+            self.flow,
+            self._learner,
+            self._sync,
+            reporter,
+            steps=config.steps,
+            after_step=self._after_step,
+        )
+        self._interrupted = False
+        self._before: EvaluationResult | None = None
+        self._script: asyncio.Task[Outcome] | None = None
+        reporter.observe(self.flow, self._rollout, self._verifiers, self._verification)
+
+    def interrupt(self) -> None:
+        """First call: finish the step, save, end. Second call, or before training: end now."""
+        early = self._interrupted or self._before is None
+        self._interrupted = True
+        self._training.stop()
+        if early and self._script is not None:
+            self._script.cancel()
+
+    async def run(self) -> Outcome:
+        """Play the script beside the endless loops; closes every actor in the end."""
+        self._script = asyncio.create_task(self._play(), name="script")
+        loops = {
+            "generation": self._generation.run(),
+            "verification": self._verification.run(),
+            "weight sync": self._sync.run(),
+            "rollout fleet": self._rollout.supervise(),
+            "verifier fleet": self._verifiers.supervise(),
+            "watchdog": Watchdog(self.flow, self._config.supervision, self._describe).run(),
+        }
+        try:
+            return await beside(self._script, loops)
+        finally:
+            await self._close()
+
+    async def _play(self) -> Outcome:
+        await self._start()
+        self._before = await self._evaluate("before")
+        started = time.monotonic()
+        self._generation.accepting = True
+        await self._training.run()
+        training_seconds = time.monotonic() - started
+        await self._generation.drain()
+        await self._verification.drain()
+        after = None
+        if not self._interrupted:
+            await self._sync.sync_all()
+            after = await self._evaluate("after")
+        await self._checkpointing.save()
+        return Outcome(
+            self._before, after, self._interrupted, training_seconds, self._sync.parity_max_abs
+        )
+
+    async def _start(self) -> None:
+        self._reporter.note("starting learner, rollout and verifier workers")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._learner.start())
+            group.create_task(self._rollout.launch(self._config.rollout.workers))
+            group.create_task(self._verifiers.launch(self._config.verifiers.workers))
+        if self._resume_from is not None:
+            await self._checkpointing.load(self._resume_from)
+            self._reporter.note(f"resumed at step {self.flow.step} from {self._resume_from}")
+        await self._sync.publish(self.flow.label)
+        await self._sync.sync_all()
+        report = await check_pair(
+            self._rollout.ready()[0], self._learner, self._held_out, self._config
+        )
+        self._sync.parity_max_abs = max(self._sync.parity_max_abs, report.max_abs)
+        self._reporter.note(
+            f"engines agree: log-probabilities differ by {report.max_abs:.2g} at most"
+        )
+
+    async def _start_rollout(self, actor: Any) -> Any:
+        return await within(
+            actor.start.remote(self._sync.newest),
+            self._config.rollout.start_timeout_s,
+            "the start of a rollout worker",
+        )
+
+    async def _start_verifier(self, actor: Any) -> Any:
+        return await within(
+            actor.start.remote(),
+            self._config.verifiers.start_timeout_s,
+            "the start of a verifier worker",
+        )
+
+    async def _after_step(self, step: int) -> None:
+        evaluation, checkpoint = self._config.evaluation, self._config.checkpoint
+        last = step == self._config.steps
+        if checkpoint.every and step % checkpoint.every == 0 and not last:
+            await self._checkpointing.save()
+        if evaluation.every and step % evaluation.every == 0 and not last:
+            await self._evaluate(f"step {step}")
+
+    async def _evaluate(self, when: str) -> EvaluationResult:
+        result = await self._evaluation.run()
+        self._reporter.evaluation(when, self.flow, result)
+        return result
+
+    def _describe(self) -> str:
+        """Who waits for what, for the watchdog's message."""
+        return (
+            f"{self.flow.describe()}; "
+            f"{len(self._rollout.ready())} rollout and {len(self._verifiers.ready())} verifier "
+            f"workers ready, {self._verification.backlog} groups being scored"
+        )
+
+    async def _close(self) -> None:
+        await asyncio.gather(
+            self._rollout.close(), self._verifiers.close(), self._learner.close()
+        )
+        ray.kill(self._store)
+
+
+async def beside(script: asyncio.Task, loops: dict[str, Coroutine]) -> Any:
+    """Result of `script` while `loops` run; the first loop to end by itself ends everything.
+
+    Raises LoopEnded, the script's own error, or CancelledError.
+    """
+    tasks = {asyncio.create_task(loop, name=name) for name, loop in loops.items()}
+    try:
+        await asyncio.wait({script, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            if task.done():
+                error = first_cause(task.exception())
+                raise LoopEnded(f"the {task.get_name()} loop ended: {error}") from error
+        return await script
+    finally:
+        for task in (script, *tasks):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(script, *tasks, return_exceptions=True)
+
+
+def first_cause(error: BaseException | None) -> BaseException | None:
+    """The first leaf of nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

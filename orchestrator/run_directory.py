@@ -1,0 +1,151 @@
+"""The folder that holds everything a run leaves behind.
+
+Knows names and layout, not what the files mean. Files are replaced whole, so that a reader or a
+crash never sees half of one.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from orchestrator.errors import RunError, UsageError
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`runs/<name>-<UTC time>/`, and the paths inside it."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, runs_folder: Path, name: str, now: datetime | None = None) -> Self:
+        """Make a new directory for run `name` and let `runs/latest` point to it.
+
+        Two runs of one name in one second get different directories.
+        """
+        moment = (now or datetime.now(UTC)).astimezone(UTC)
+        stem = f"{name}-{moment:%Y%m%dT%H%M%SZ}"
+        try:
+            runs_folder.mkdir(parents=True, exist_ok=True)
+            run = cls(_make_unique(runs_folder, stem))
+            for folder in (run.checkpoints, run.logs):
+                folder.mkdir()
+        except OSError as error:
+            raise RunError(
+                f"cannot make a run directory in {runs_folder}: {error.strerror}. "
+                "Choose a writable folder with --runs-folder."
+            ) from error
+        run.point_latest()
+        return run
+
+    @classmethod
+    def find(cls, runs_folder: Path, reference: str = LATEST) -> Self:
+        """The existing run that `reference` names: a path, or a name inside `runs_folder`.
+
+        Raises UsageError when neither is the directory of a run.
+        """
+        for candidate in (Path(reference), runs_folder / reference):
+            if (candidate / "config.json").is_file():
+                return cls(candidate.resolve())
+        raise UsageError(
+            f"no run at {reference!r}, nor in {runs_folder}; expected the directory of a run, "
+            f"which holds a config.json.{_existing(runs_folder)}"
+        )
+
+    @property
+    def config_json(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def summary_json(self) -> Path:
+        """The result, written when the run ends."""
+        return self.path / "summary.json"
+
+    @property
+    def metrics_jsonl(self) -> Path:
+        """One JSON object per step, evaluation and event."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of `step_N` checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        """Folder with one log per process."""
+        return self.path / "logs"
+
+    def checkpoint(self, step: int) -> Path:
+        """Folder of the checkpoint after `step` batch steps."""
+        return self.checkpoints / f"step_{step}"
+
+    def newest_checkpoint(self) -> Path | None:
+        """The finished checkpoint with the highest step, None without one."""
+        steps = [
+            int(found.group(1))
+            for entry in self.checkpoints.glob("step_*")
+            if (found := re.fullmatch(r"step_(\d+)", entry.name)) and entry.is_dir()
+        ]
+        return self.checkpoint(max(steps)) if steps else None
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Keep the resolved configuration."""
+        write_json(self.config_json, config)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Keep the result."""
+        write_json(self.summary_json, summary)
+
+    def point_latest(self) -> None:
+        """Let `latest`, beside this directory, point here; a reader sees the old or the new."""
+        link = self.path.parent / LATEST
+        temporary = link.with_name(f".{LATEST}-{os.getpid()}")
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(self.path.name, target_is_directory=True)
+        try:
+            temporary.replace(link)
+        except OSError as error:
+            temporary.unlink()
+            raise RunError(
+                f"cannot make {link} a link to the newest run: {error.strerror}. "
+                "It must be a link or absent; move what is there away."
+            ) from error
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Replace `path` by `content` as JSON in one atomic step. Raises ValueError on NaN."""
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.write_text(text + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _make_unique(folder: Path, stem: str) -> Path:
+    number = 1
+    while True:
+        path = folder / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return path.resolve()
+
+
+def _existing(runs_folder: Path) -> str:
+    """A sentence that names the newest runs there, if any."""
+    found = sorted(
+        (c.parent for c in runs_folder.glob("*/config.json") if not c.parent.is_symlink()),
+        key=lambda run: run.stat().st_mtime,
+        reverse=True,
+    )
+    return f" Newest there: {', '.join(run.name for run in found[:3])}." if found else ""

@@ -1,0 +1,107 @@
+"""Scoring: hands each generated group to a verifier worker, then to the trajectory store.
+
+A verifier worker that dies costs a repetition, not the group: rollout columns live in the object
+store. Knows neither what a verifier does nor what the learner will do with its verdicts.
+"""
+
+import asyncio
+from typing import Any
+
+import pyarrow as pa
+from ray.exceptions import RayActorError, RayError
+
+from orchestrator.calls import DeadlineExceeded, within
+from orchestrator.errors import RunError
+from orchestrator.fleet import Fleet, Worker, root_cause
+from orchestrator.flow import Flow, Lease
+from orchestrator.signal import Signal
+from orchestrator.store import ReadyGroup
+from orchestrator.tasks import Task
+from verifiers.verdict import Question
+
+STORE_TIMEOUT_S = 120.0
+ATTEMPTS = 3
+
+
+class VerificationFailed(RunError):
+    """No verifier worker could score a group in the allowed attempts."""
+
+
+class Verification:
+    """Scores groups on the least loaded verifier worker."""
+
+    def __init__(
+        self, fleet: Fleet, store: Any, flow: Flow, *, timeout_s: float, changed: Signal
+    ) -> None:
+        self._fleet = fleet
+        self._store = store
+        self._flow = flow
+        self._timeout_s = timeout_s
+        self._changed = changed
+        self._inbox: asyncio.Queue[tuple[Lease, Any]] = asyncio.Queue()
+        self.backlog = 0
+        """Groups generated and not yet ready."""
+
+    def submit(self, lease: Lease, batch_ref: Any) -> None:
+        """Take over a generated group; returns at once."""
+        self.backlog += 1
+        self._inbox.put_nowait((lease, batch_ref))
+
+    async def run(self) -> None:
+        """Loop: score what was submitted, all of it at once. Ended by cancellation only."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                lease, batch_ref = await self._inbox.get()
+                group.create_task(self._process(lease, batch_ref), name=f"verify {lease.group_id}")
+
+    async def drain(self) -> None:
+        """Return when nothing is waiting to be scored or stored."""
+        while self.backlog:
+            await self._changed.wait()
+
+    async def _process(self, lease: Lease, batch_ref: Any) -> None:
+        """Score one group, store it, tell the flow; a failure becomes a failed attempt."""
+        try:
+            verdicts = await self.score(batch_ref, lease.task)
+            self._flow.verified(lease)
+            ready: ReadyGroup = await within(
+                self._store.append.remote(batch_ref, verdicts),
+                STORE_TIMEOUT_S,
+                f"the trajectory store (group {lease.group_id})",
+            )
+        except VerificationFailed as error:
+            self._flow.attempt_failed(lease, str(error))
+        except RayError as error:
+            self._flow.attempt_failed(lease, root_cause(error))
+        else:
+            self._flow.ready(lease, ready)
+        finally:
+            self.backlog -= 1
+            self._changed.notify()
+
+    async def score(self, batch_ref: Any, task: Task) -> pa.RecordBatch:
+        """Verdict columns for one rollout batch. Raises VerificationFailed or the batch's loss."""
+        question = Question(task.task_id, task.prompt_text, task.answer, task.extra)
+        cause = ""
+        for _ in range(ATTEMPTS):
+            worker = await self._pick()
+            worker.in_flight += 1
+            try:
+                return await within(
+                    worker.actor.score.remote(batch_ref, question, task.verifier),
+                    self._timeout_s,
+                    f"{worker.name} (verifier {task.verifier!r}, task {task.task_id})",
+                )
+            except (RayActorError, DeadlineExceeded) as error:
+                cause = root_cause(error)
+                self._fleet.report_lost(worker, cause)
+            finally:
+                worker.in_flight -= 1
+        raise VerificationFailed(
+            f"task {task.task_id}: {ATTEMPTS} verifier workers were lost scoring it; last: {cause}"
+        )
+
+    async def _pick(self) -> Worker:
+        while not (ready := self._fleet.ready()):
+            await self._changed.wait()
+        return ready[0]

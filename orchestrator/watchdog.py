@@ -1,0 +1,37 @@
+"""The watchdog: ends a run in which nothing moves any more, and says who waits for what."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from orchestrator.config import SupervisionConfig
+from orchestrator.errors import RunError
+from orchestrator.flow import Flow
+
+CHECK_PERIOD_S = 1.0
+
+
+class Watchdog:
+    """Looks at the flow's count of events; a flow that stands still for too long ends the run."""
+
+    def __init__(
+        self, flow: Flow, config: SupervisionConfig, describe: Callable[[], str]
+    ) -> None:
+        self._flow = flow
+        self._limit_s = config.no_progress_timeout_s
+        self._describe = describe
+
+    async def run(self) -> None:
+        """Loop, ended by RunError or by cancellation."""
+        seen, since = self._flow.events, time.monotonic()
+        while True:
+            await asyncio.sleep(CHECK_PERIOD_S)
+            now = time.monotonic()
+            if self._flow.events != seen:
+                seen, since = self._flow.events, now
+            elif now - since > self._limit_s:
+                raise RunError(
+                    f"nothing has moved for {self._limit_s:.0f} s: {self._describe()}. "
+                    "The logs of the workers are in the run's logs folder; raise "
+                    "supervision.no_progress_timeout_s if one step really takes that long."
+                )

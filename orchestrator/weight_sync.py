@@ -1,0 +1,145 @@
+"""Weight synchronisation: publish after a step, bring every rollout worker to the newest version.
+
+Workers pull, so a late one costs the others nothing. The published chunks stay alive as long as
+a manifest that names them is kept here. Knows neither the queue nor the objective.
+"""
+
+import asyncio
+import time
+from collections import deque
+
+from ray.exceptions import RayError
+
+from actors.config import RolloutConfig
+from actors.parity import ProbeExpectation
+from actors.trajectory import WeightLabel
+from actors.weights import ChunkInfo, WeightManifest
+from actors.worker import SyncReport
+from learner.group import LearnerGroup
+from learner.publisher import Publication
+from orchestrator.calls import DeadlineExceeded, within
+from orchestrator.fleet import Fleet, Worker, WorkerState, root_cause
+from orchestrator.metrics import Metrics
+from orchestrator.signal import Signal
+
+KEPT_PUBLICATIONS = 2
+"""A worker may still fetch the last but one while the newest appears."""
+
+
+class WeightSync:
+    """Publishes the learner's weights and keeps the rollout fleet at the newest label."""
+
+    def __init__(
+        self,
+        learner: LearnerGroup,
+        fleet: Fleet,
+        config: RolloutConfig,
+        *,
+        probe_prefixes: tuple[tuple[int, ...], ...],
+        changed: Signal,
+        metrics: Metrics,
+    ) -> None:
+        self._learner = learner
+        self._fleet = fleet
+        self._config = config
+        self._probe_prefixes = probe_prefixes
+        self._changed = changed
+        self._metrics = metrics
+        self._manifests: deque[WeightManifest] = deque(maxlen=KEPT_PUBLICATIONS)
+        self._labels: dict[str, WeightLabel] = {}
+        self._syncing: set[str] = set()
+        self.parity_max_abs = 0.0
+
+    @property
+    def newest(self) -> WeightManifest | None:
+        """Manifest of the newest published weights."""
+        return self._manifests[-1] if self._manifests else None
+
+    def label(self, worker: Worker) -> WeightLabel | None:
+        """Weights that `worker` serves, None before its first sync."""
+        return self._labels.get(worker.name)
+
+    async def publish(self, label: WeightLabel) -> None:
+        """Gather and publish the learner's current weights under `label`."""
+        started = time.monotonic()
+        publication, refs = await self._learner.publish(
+            label,
+            probe_prefixes=self._probe_prefixes,
+            top_k=self._config.probe.top_k,
+            temperature=self._config.sampling.temperature,
+        )
+        self._manifests.append(_manifest(publication, refs, self._probe_prefixes))
+        self._metrics.observe_publish(time.monotonic() - started, publication.total_bytes)
+        self._changed.notify()
+
+    async def run(self) -> None:
+        """Loop: sync every ready worker that is behind. Ended by cancellation only."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for worker in self._fleet.ready():
+                    if self._behind(worker):
+                        self._syncing.add(worker.name)
+                        group.create_task(self._sync(worker), name=f"sync {worker.name}")
+                await self._changed.wait()
+
+    async def sync_all(self) -> None:
+        """Return once every ready worker serves the newest label; for start and evaluation."""
+        while any(self._behind(w) or w.name in self._syncing for w in self._fleet.ready()):
+            await self._changed.wait()
+
+    def _behind(self, worker: Worker) -> bool:
+        newest = self.newest
+        if newest is None or worker.name in self._syncing:
+            return False
+        label = self._labels.get(worker.name)
+        return label is None or label < newest.label
+
+    async def _sync(self, worker: Worker) -> None:
+        manifest = self.newest
+        assert manifest is not None
+        try:
+            report = await within(
+                worker.actor.sync.remote(manifest),
+                self._config.sync_timeout_s,
+                f"{worker.name} (weight sync to {manifest.label})",
+            )
+        except (RayError, DeadlineExceeded) as error:
+            self._fleet.report_lost(worker, f"weight sync failed: {root_cause(error)}")
+        else:
+            self._accept(worker, report)
+        finally:
+            self._syncing.discard(worker.name)
+            if worker.state is WorkerState.DEAD:
+                self._labels.pop(worker.name, None)
+            self._changed.notify()
+
+    def _accept(self, worker: Worker, report: SyncReport) -> None:
+        self._metrics.observe_sync(report)
+        if report.parity is not None:
+            self.parity_max_abs = max(self.parity_max_abs, report.parity.max_abs)
+            if not report.parity.passed:
+                self._fleet.quarantine(
+                    worker,
+                    f"after loading {report.label} its log-probabilities differ from the "
+                    f"learner's by {report.parity.max_abs:.3g} (tolerance "
+                    f"{report.parity.tolerance:.3g}): {report.parity.cause}",
+                )
+                return
+        self._labels[worker.name] = report.label
+
+
+def _manifest(
+    publication: Publication, refs: tuple, prefixes: tuple[tuple[int, ...], ...]
+) -> WeightManifest:
+    probe = None
+    if publication.probe is not None:
+        token_ids, logprobs, raw_logprobs = publication.probe
+        probe = ProbeExpectation(prefixes, token_ids, logprobs, raw_logprobs)
+    return WeightManifest(
+        label=publication.label,
+        dtype=publication.dtype,
+        chunks=tuple(ChunkInfo(nbytes, crc32) for nbytes, crc32 in publication.chunks),
+        refs=refs,
+        names=publication.names,
+        probe=probe,
+    )
