@@ -342,7 +342,9 @@ class Engine:
                 final = output
         except (EngineDeadError, EngineGenerateError) as error:
             fatal = isinstance(error, EngineDeadError) or self.dead
-            raise EngineError(f"vLLM failed: {error or type(error).__name__}", fatal=fatal) from error
+            raise EngineError(
+                f"vLLM failed: {error or type(error).__name__}", fatal=fatal
+            ) from error
         finally:
             self._in_flight.discard(request_id)
         if self._failure is not None:

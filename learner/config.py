@@ -43,15 +43,15 @@ class _Config(BaseModel):
 class OptimizerConfig(_Config):
     """AdamW on float32 master weights."""
 
-    lr: float = Field(1e-6, ge=0, allow_inf_nan=False)
+    lr: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the first and second moments."""
-    eps: float = Field(1e-8, gt=0, allow_inf_nan=False)
+    eps: float = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the second moment."""
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Decoupled weight decay."""
-    grad_clip: float = Field(1.0, gt=0, allow_inf_nan=False)
+    grad_clip: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Largest global gradient norm; a huge value never clips."""
 
     @model_validator(mode="after")
@@ -66,31 +66,31 @@ class ScheduleConfig(_Config):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine end at 0 at the run's last step."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Batch steps over which the rate rises linearly from 0."""
 
 
 class LearnerConfig(_Config):
     """One group of FSDP ranks that trains on batches of groups."""
 
-    ranks: int = Field(1, ge=1)
+    ranks: int = Field(default=1, ge=1)
     """Learner processes; parameters, gradients and optimizer state are sharded over them."""
-    cpus: float = Field(1.0, ge=0)
+    cpus: float = Field(default=1.0, ge=0)
     """CPUs that Ray reserves per rank."""
-    gpus: float = Field(0.0, ge=0)
+    gpus: float = Field(default=0.0, ge=0)
     """GPUs that Ray reserves per rank."""
     resources: dict[str, float] = {}
     """Custom Ray resources per rank."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """torch threads per rank."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective backend; auto is nccl where a rank has a GPU, else gloo."""
 
-    groups_per_batch: int = Field(16, ge=1)
+    groups_per_batch: int = Field(default=16, ge=1)
     """Groups consumed by one batch step (B)."""
-    optimizer_steps_per_batch: int = Field(1, ge=1)
+    optimizer_steps_per_batch: int = Field(default=1, ge=1)
     """Optimizer steps taken on one batch, each over its own share of the groups."""
-    token_budget: int = Field(16384, ge=1)
+    token_budget: int = Field(default=16384, ge=1)
     """Tokens (prompt and response) of one micro-batch; a longer sample gets one of its own."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of parameters and activations in forward and backward; master weights are float32."""
@@ -98,7 +98,7 @@ class LearnerConfig(_Config):
     """Dtype in which gradients are summed over ranks."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in backward: less memory, about a third more compute."""
-    logprob_chunk_tokens: int = Field(1024, ge=1)
+    logprob_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at one time; bounds the memory of the output head."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -108,19 +108,19 @@ class LearnerConfig(_Config):
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is optimised: a preset and its overrides."""
 
-    start_timeout_s: float = Field(300.0, gt=0)
+    start_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline for all ranks to load the model and form their group."""
-    step_timeout_s: float = Field(1800.0, gt=0)
+    step_timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one batch step."""
-    collective_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(default=600.0, gt=0)
     """After this long in one collective a rank counts as lost."""
 
     @model_validator(mode="after")
     def _steps_have_groups(self) -> Self:
         if self.optimizer_steps_per_batch > self.groups_per_batch:
             raise ValueError(
-                f"optimizer_steps_per_batch {self.optimizer_steps_per_batch} needs at least as many "
-                f"groups, got groups_per_batch {self.groups_per_batch}"
+                f"optimizer_steps_per_batch {self.optimizer_steps_per_batch} needs at least as "
+                f"many groups, got groups_per_batch {self.groups_per_batch}"
             )
         return self
 

@@ -73,10 +73,10 @@ def rejections(
 def importance_weights(
     correction: CorrectionConfig, statistics: MismatchStatistics, kept: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Detached weights w[N] (1 outside `kept`) and which were capped (bool[N]); None without."""
+    """Detached weights w[N] (0 outside `kept`) and which were capped (bool[N]); None without."""
     if correction.weight == "none":
         return None, None
-    log_weight = torch.where(kept, statistics[correction.weight], 0.0).detach()
+    log_weight = statistics[correction.weight].detach().masked_fill(~kept, -math.inf)
     if correction.cap is None:
         return log_weight.exp(), None
     bound = math.log(correction.cap)

@@ -123,13 +123,13 @@ def evaluate(
     lengths = sample_lengths(batch.mask, batch.sample_index, batch.num_samples, current.dtype)
     stale = _stale_tokens(config, batch)
     live = batch.mask & ~stale
-    current = torch.where(live, current, 0.0)
+    current = current.masked_fill(~live, 0.0)
 
     mismatch = movement = None
     if batch.old_logprobs is not None:
-        old = torch.where(live, batch.old_logprobs.detach(), 0.0).to(current.dtype)
+        old = batch.old_logprobs.detach().to(current.dtype).masked_fill(~live, 0.0)
         movement = current - old
-        mismatch = torch.where(live, old - batch.behavior_logprobs.detach(), 0.0)
+        mismatch = (old - batch.behavior_logprobs.detach()).masked_fill(~live, 0.0)
     statistics = MismatchStatistics(
         torch.zeros_like(current.detach()) if mismatch is None else mismatch,
         batch.sample_index,
@@ -137,12 +137,12 @@ def evaluate(
     )
     policy = _policy_mask(config, batch, stale, statistics)
     weights, capped = importance_weights(config.correction, statistics, policy.kept)
-    advantages = torch.where(policy.kept, batch.advantages.detach(), 0.0).to(current.dtype)
+    advantages = batch.advantages.detach().to(current.dtype).masked_fill(~policy.kept, 0.0)
     shaped = _surrogate(config, batch, current, movement, policy, advantages, lengths)
 
     terms = shaped.value if weights is None else shaped.value * weights
-    if config.entropy_bonus:
-        terms = terms + config.entropy_bonus * torch.where(policy.kept, batch.entropy, 0.0)
+    if config.entropy_bonus and batch.entropy is not None:
+        terms = terms + config.entropy_bonus * batch.entropy.masked_fill(~policy.kept, 0.0)
     loss = -_aggregate(config.aggregation, terms, batch, lengths, normalizer)
     metrics = _metrics(loss, batch, policy, shaped, lengths, movement, mismatch, weights, capped)
     return ObjectiveOutput(loss, metrics, policy.fates)
@@ -150,10 +150,8 @@ def evaluate(
 
 def count_batch(batch: TokenBatch) -> Normalizer:
     """Counts of this batch alone (0-d tensors); sum them over micro-batches and ranks."""
-    lengths = sample_lengths(
-        batch.mask, batch.sample_index, batch.num_samples, torch.float64
-    )
-    return Normalizer(tokens=batch.mask.sum(), samples=(lengths > 0).sum())
+    present = segment_any(batch.mask, batch.sample_index, batch.num_samples)
+    return Normalizer(tokens=batch.mask.count_nonzero(), samples=present.sum())
 
 
 def sample_lengths(
@@ -177,7 +175,10 @@ def _stale_tokens(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
         return torch.zeros_like(batch.mask)
     stale = batch.mask & (batch.version_lag > config.max_staleness)
     if config.per_sequence:
-        stale = batch.mask & segment_any(stale, batch.sample_index, batch.num_samples)[batch.sample_index]
+        stale = (
+            batch.mask
+            & segment_any(stale, batch.sample_index, batch.num_samples)[batch.sample_index]
+        )
     return stale
 
 
@@ -185,9 +186,8 @@ def _policy_mask(
     config: ObjectiveConfig, batch: TokenBatch, stale: Tensor, statistics: MismatchStatistics
 ) -> _PolicyMask:
     live = batch.mask & ~stale
-    fates = torch.where(live, int(TokenFate.TRAINED), int(TokenFate.OUTSIDE)).to(torch.uint8)
-    if batch.version_lag is not None:
-        fates.masked_fill_(stale, int(TokenFate.STALE))
+    fates = live.to(torch.uint8) * int(TokenFate.TRAINED)
+    fates.masked_fill_(stale, int(TokenFate.STALE))
     kept = live
     correction = config.correction
     if correction.keep or correction.veto is not None:
@@ -212,17 +212,15 @@ def _surrogate(
     lengths: Tensor,
 ) -> Surrogate:
     if config.ratio.anchor == "behavior":
-        log_ratio = torch.where(policy.live, current - batch.behavior_logprobs.detach(), 0.0)
+        log_ratio = (current - batch.behavior_logprobs.detach()).masked_fill(~policy.live, 0.0)
     else:
         assert movement is not None
         log_ratio = movement
     if config.ratio.unit != "token":
         pure = config.ratio.unit == "sequence_pure"
-        log_ratio = sequence_log_ratio(
-            log_ratio, current, batch.sample_index, lengths, pure=pure
-        )
-    # `where` before `exp`: an overflowing ratio times a zero advantage would be NaN.
-    log_ratio = torch.where(advantages != 0, log_ratio, 0.0)
+        log_ratio = sequence_log_ratio(log_ratio, current, batch.sample_index, lengths, pure=pure)
+    # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
+    log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
     return surrogate(config.clip, log_ratio, current, advantages)
 
 
@@ -234,7 +232,7 @@ def _aggregate(
     normalizer: BatchCount | None,
 ) -> Tensor:
     """Σ a·terms / Z; terms[N] are 0 outside the masks."""
-    count = normalizer if normalizer is not None else _count(batch.mask, lengths)
+    count = count_batch(batch) if normalizer is None else normalizer
     if aggregation.kind == "sequence_mean":
         terms = terms / lengths.clamp(min=1)[batch.sample_index]
     denominator = torch.as_tensor(
@@ -246,5 +244,79 @@ def _aggregate(
     return terms.sum() / denominator.clamp(min=1)
 
 
-def _count(mask: Tensor, lengths: Tensor) -> Normalizer:
-    return Normalizer(tokens=mask.sum(), samples=(lengths > 0).sum())
+def _metrics(
+    loss: Tensor,
+    batch: TokenBatch,
+    policy: _PolicyMask,
+    shaped: Surrogate,
+    lengths: Tensor,
+    movement: Tensor | None,
+    mismatch: Tensor | None,
+    weights: Tensor | None,
+    capped: Tensor | None,
+) -> Metrics:
+    trained = policy.kept.count_nonzero()
+    sums = {
+        "loss": loss,
+        "tokens": batch.mask.count_nonzero(),
+        "samples": (lengths > 0).sum(),
+        "trained_tokens": trained,
+        "clip_low_tokens": shaped.clipped_low.count_nonzero(),
+        "clip_high_tokens": shaped.clipped_high.count_nonzero(),
+        "clip_dual_tokens": shaped.clipped_dual.count_nonzero(),
+        "weight": trained if weights is None else weights.sum(),
+    }
+    by_fate = torch.bincount(policy.fates, minlength=len(TokenFate))
+    sums |= {f"masked_tokens/{r}": by_fate[TokenFate[r.upper()]] for r in MASK_REASONS}
+    maxima = {}
+    if capped is not None:
+        sums["cap_tokens"] = capped.count_nonzero()
+    if batch.entropy is not None:
+        sums["entropy"] = batch.entropy.detach().masked_fill(~policy.live, 0.0).sum()
+        sums["entropy_tokens"] = policy.live.count_nonzero()
+    if batch.version_lag is not None:
+        lag = batch.version_lag.masked_fill(~policy.kept, 0)
+        sums |= {"lag": lag.sum(), "lag_tokens": trained}
+        maxima["lag"] = largest(lag)
+    for part, log_ratio in (("movement", movement), ("mismatch", mismatch)):
+        if log_ratio is not None:
+            fixed = log_ratio.detach()
+            sums |= log_ratio_sums(part, fixed, policy.live)
+            maxima[f"{part}/abs"] = largest(fixed)
+    return Metrics.pack(sums, maxima, loss.device)
+
+
+def _at_least_float32(logprobs: Tensor) -> Tensor:
+    return logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+
+
+def _check(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch) -> None:
+    if batch.mask.dtype != torch.bool:
+        raise ValueError(f"mask must be bool, got {batch.mask.dtype}")
+    per_token = {
+        "sample_index": batch.sample_index,
+        "mask": batch.mask,
+        "behavior_logprobs": batch.behavior_logprobs,
+        "old_logprobs": batch.old_logprobs,
+        "advantages": batch.advantages,
+        "entropy": batch.entropy,
+        "version_lag": batch.version_lag,
+    }
+    for name, values in per_token.items():
+        if values is not None and values.shape != logprobs.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, logprobs {tuple(logprobs.shape)}"
+            )
+    if logprobs.dim() != 1:
+        raise ValueError(f"logprobs must be flat over tokens, got shape {tuple(logprobs.shape)}")
+    if config.needs_old and batch.old_logprobs is None:
+        raise ValueError(
+            f"old_logprobs are missing, and ratio.anchor {config.ratio.anchor!r} or the correction "
+            "needs them"
+        )
+    if config.entropy_bonus and batch.entropy is None:
+        raise ValueError("entropy is missing, and entropy_bonus needs it")
+    if config.aggregation.kind == "constant" and config.aggregation.max_tokens is None:
+        raise ValueError(
+            "aggregation 'constant' needs max_tokens: set it, or fill in the run's response limit"
+        )

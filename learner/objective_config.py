@@ -94,9 +94,9 @@ class AdvantageConfig(_Config):
     """What is subtracted from a sample's reward."""
     scale: Literal["none", "group_std", "batch_std"] = "group_std"
     """What the centred reward is divided by; batch_std is taken over the centred values."""
-    ddof: int = Field(1, ge=0, le=1)
+    ddof: int = Field(default=1, ge=0, le=1)
     """Delta degrees of freedom of the standard deviations (1: divide by n - 1)."""
-    eps: float = Field(1e-6, ge=0, allow_inf_nan=False)
+    eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
     """Added to the standard deviation."""
 
     @field_validator("baseline", mode="before")
@@ -124,15 +124,15 @@ class RatioConfig(_Config):
 
 
 class ClipConfig(_Config):
-    """How far the ratio may move before its gradient stops (ppo) or its weight is capped (cispo)."""
+    """How far a ratio may move before its gradient stops (ppo), or its weight is capped (cispo)."""
 
     kind: Literal["ppo", "cispo", "none"] = "ppo"
     """ppo bounds are distances from 1; cispo bounds are absolute; none leaves the ratio alone."""
-    low: float = Field(0.2, ge=0, allow_inf_nan=False)
+    low: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     """ppo: flat below 1 - low where the advantage is negative. cispo: smallest weight."""
-    high: float = Field(0.2, ge=0, allow_inf_nan=False)
+    high: float = Field(default=0.2, ge=0, allow_inf_nan=False)
     """ppo: flat above 1 + high where the advantage is positive. cispo: largest weight."""
-    dual: float | None = Field(None, allow_inf_nan=False)
+    dual: float | None = Field(default=None, allow_inf_nan=False)
     """ppo only: flat above this ratio where the advantage is negative; None is off."""
 
     @model_validator(mode="after")
@@ -156,9 +156,9 @@ class KeepInterval(_Config):
 
     statistic: Literal["token", "product", "geometric"]
     """Ratio of the token, or of its sample: product of the token ratios, or geometric mean."""
-    low: float = Field(0.0, ge=0, le=1)
+    low: float = Field(default=0.0, ge=0, le=1)
     """Smallest ratio kept, inclusive."""
-    high: float | None = Field(None, ge=1)
+    high: float | None = Field(default=None, ge=1)
     """Largest ratio kept, inclusive; None is no upper bound."""
 
 
@@ -171,7 +171,7 @@ class CorrectionConfig(_Config):
     """Largest weight (small ones are kept as they are); None is uncapped."""
     keep: tuple[KeepInterval, ...] = ()
     """Intervals of the mismatch ratio outside of which a token or sample is rejected."""
-    veto: float | None = Field(None, gt=0, lt=1)
+    veto: float | None = Field(default=None, gt=0, lt=1)
     """A sample with any token's mismatch ratio below this is rejected; None is off."""
 
     @model_validator(mode="before")
@@ -209,7 +209,7 @@ class AggregationConfig(_Config):
     kind: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
     """token_mean: a 1, Z tokens. sequence_mean: a 1/T, Z samples. sequence_sum: a 1, Z samples.
     constant: a 1, Z samples times max_tokens (Dr. GRPO)."""
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     """Length constant of `constant`, in tokens; None takes the run's response limit."""
 
 
@@ -232,14 +232,14 @@ class ObjectiveConfig(_Config):
     """Engine-mismatch correction: a table, or one of tis, icepop, none."""
     aggregation: AggregationConfig = AggregationConfig()
     """How token losses become one number."""
-    entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False)
+    entropy_bonus: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the mean token entropy, added to what is maximised."""
-    max_staleness: int | None = Field(None, ge=0)
+    max_staleness: int | None = Field(default=None, ge=0)
     """Largest lag, in versions, at which a token trains; None takes the run's bound."""
     dynamic_sampling: bool = False
     """Replace groups whose samples all had the same outcome, since they teach nothing."""
-    overlong_window: float = Field(0.0, ge=0, le=1)
-    """Last share of the response limit over which the reward falls linearly by up to 1; 0 is off."""
+    overlong_window: float = Field(default=0.0, ge=0, le=1)
+    """Last share of the response limit, over which the reward falls by up to 1; 0 is off."""
     mask_truncated: bool = False
     """Leave samples that were cut off by the length limit out of training."""
 
@@ -335,8 +335,9 @@ def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
         default = merged.get(key)
         if key == "correction" and isinstance(default, str):
             default = CORRECTIONS[default]
-        both_tables = isinstance(default, Mapping) and isinstance(value, Mapping)
-        merged[key] = {**default, **value} if both_tables else value
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            value = {**default, **value}
+        merged[key] = value
     return merged
 
 

@@ -101,20 +101,22 @@ def log_ratio_sums(part: str, log_ratio: Tensor, known: Tensor) -> dict[str, Ten
     and small differences keep their digits.
     """
     excess = torch.expm1(log_ratio)
-    wide = excess.double()
     return {
-        f"{part}/tokens": known.sum(),
-        f"{part}/log": log_ratio.sum(dtype=torch.float64),
-        f"{part}/abs": log_ratio.abs().sum(dtype=torch.float64),
-        f"{part}/excess": wide.sum(),
-        f"{part}/excess_sq": torch.dot(wide, wide),
-        f"{part}/k3": (excess - log_ratio).sum(dtype=torch.float64),
+        f"{part}/tokens": known.count_nonzero(),
+        f"{part}/log": log_ratio.sum(),
+        f"{part}/abs": log_ratio.abs().sum(),
+        f"{part}/excess": excess.sum(),
+        f"{part}/excess_sq": torch.dot(excess, excess),
+        f"{part}/k3": (excess - log_ratio).sum(),
     }
 
 
 def largest(values: Tensor) -> Tensor:
-    """Largest of non-negative `values`; 0 for none."""
-    return values.max() if values.numel() else values.new_zeros(())
+    """Largest magnitude of `values`; 0 for none."""
+    if not values.numel():
+        return values.new_zeros(())
+    low, high = values.aminmax()
+    return torch.maximum(-low, high)
 
 
 def _part_summary(part: str, sums: Mapping[str, float], count: float) -> dict[str, float]:
@@ -131,4 +133,6 @@ def _part_summary(part: str, sums: Mapping[str, float], count: float) -> dict[st
 
 def _packed(names: tuple[str, ...], values: Mapping[str, Tensor], device: torch.device) -> Tensor:
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack([values[name].detach().double() if name in values else zero for name in names])
+    return torch.stack(
+        [values[name].detach().double() if name in values else zero for name in names]
+    )

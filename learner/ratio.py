@@ -47,7 +47,9 @@ def sequence_log_ratio(
     return mean if pure else mean.detach() + (logprobs - logprobs.detach())
 
 
-def surrogate(clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
+def surrogate(
+    clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor
+) -> Surrogate:
     """S(u, A) of each token, to be maximised; all inputs [N] and finite.
 
     ppo is min(r A, clip(r, 1 - low, 1 + high) A), with max(., dual A) where A < 0 and dual is set;
@@ -61,11 +63,16 @@ def surrogate(clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages:
         return Surrogate(log_ratio.exp() * advantages, nothing, nothing, nothing)
     slack = rounding_slack(log_ratio.dtype)
     negative = advantages < 0
-    lowest = math.log1p(-clip.low) - slack if clip.low < 1 else -math.inf
-    largest_negative = math.inf if clip.dual is None else math.log(clip.dual) + slack
-    lower = torch.where(negative, lowest, -math.inf).to(log_ratio.dtype)
-    upper = torch.where(negative, largest_negative, math.log1p(clip.high) + slack)
-    upper = upper.to(log_ratio.dtype)
+    lower, upper = (
+        torch.where(negative, log_ratio.new_tensor(if_negative), log_ratio.new_tensor(otherwise))
+        for if_negative, otherwise in (
+            (math.log1p(-clip.low) - slack if clip.low < 1 else -math.inf, -math.inf),
+            (
+                math.inf if clip.dual is None else math.log(clip.dual) + slack,
+                math.log1p(clip.high) + slack,
+            ),
+        )
+    )
     above = log_ratio > upper
     return Surrogate(
         value=log_ratio.clamp(lower, upper).exp() * advantages,

@@ -1,16 +1,13 @@
 """Per-sample reductions over flat token tensors, without a loop over samples."""
 
-import torch
 from torch import Tensor
 
 
 def segment_sum(values: Tensor, index: Tensor, size: int) -> Tensor:
-    """Sum of `values[N]` per segment `index[N]` in [0, size): same dtype, [size], differentiable."""
+    """Sum of `values[N]` per segment `index[N]` in [0, size): [size], differentiable."""
     return values.new_zeros(size).index_add(0, index, values)
 
 
 def segment_any(flags: Tensor, index: Tensor, size: int) -> Tensor:
     """Whether any of `flags` (bool[N]) is set per segment: bool[size]."""
-    hit = torch.zeros(size, dtype=torch.bool, device=flags.device)
-    hit[index[flags]] = True
-    return hit
+    return segment_sum(flags.float(), index, size) > 0

@@ -3,7 +3,7 @@
 One knob, `max_staleness` (η, in versions), and B groups per batch. A group's id is its place in
 the admission order. A worker that serves version u may start a group while
 
-    ahead < (1 + η − (v − u)) · B
+    ahead < (1 + η - (v - u)) · B
 
 with v the learner's version and `ahead` the groups before it in admission order that have not
 left. Groups leave when a batch that raised the version consumed them, when they are dropped, and
@@ -181,7 +181,7 @@ class Admission:
 
 
 def is_fresh(token_version: int, learner_version: int, max_staleness: int) -> bool:
-    """Whether a token sampled at `token_version` may train now: v − version(token) ≤ η."""
+    """Whether a token sampled at `token_version` may train now: v - version(token) ≤ η."""
     return learner_version - token_version <= max_staleness
 
 

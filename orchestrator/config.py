@@ -1,9 +1,10 @@
-"""The configuration of a run: the top-level keys, the tables that are no role, and cross-table rules.
+"""The configuration of a run: top-level keys, the tables that are no role, and cross-table rules.
 
 Each role's own table lives with the role. Here they are composed, and whatever needs two tables
 to be judged is judged. Reading files is `config_file`'s affair.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -124,9 +125,18 @@ Source = Annotated[
 Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_list), Field(min_length=1)]
 
 
+def _is_file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        raise ValueError(
+            f"{name!r} is part of a folder's name: up to 64 letters, digits, dots, dashes and "
+            "underscores, the first a letter or digit"
+        )
+    return name
+
+
 def _has_prompt_slot(template: str | None) -> str | None:
     if template is not None and "{prompt}" not in template:
-        raise PydanticCustomError("template", "must contain {{prompt}}, where the task's text goes")
+        raise ValueError(f"{template!r} has no {{prompt}} in it, where the task's text goes")
     return template
 
 
@@ -193,6 +203,15 @@ class SupervisionConfig(Table):
 
     restarts_per_hour: Annotated[int, Field(ge=0)] = 10
     """Replacements of dead workers allowed per role and hour."""
+    attempts: Annotated[int, Field(ge=1)] = 5
+    """Attempts at a group before its task counts as failed."""
+    max_untrained_batches: Annotated[int, Field(ge=1)] = 50
+    """Batches' worth of groups that may leave one after another, failed or with nothing to
+    teach, before the run gives up."""
+    attempts: Annotated[int, Field(ge=1)] = 3
+    """Times a group is tried before its task counts as failed."""
+    max_untrained_batches: Annotated[int, Field(ge=1)] = 10
+    """Batches' worth of groups that may leave in a row without training anything."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     """A run in which nothing at all moves for so long ends; one step has to fit."""
 
@@ -200,7 +219,7 @@ class SupervisionConfig(Table):
 class RunConfig(Table):
     """A whole run. Build it with `model_validate`, or read it through `config_file.load`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: Annotated[str, AfterValidator(_is_file_name)]
     """Name of the run, the first part of its directory's name."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of task order, initialisation and, where seeded, sampling."""

@@ -101,11 +101,15 @@ def _problem(detail: ErrorDetails, raw: dict[str, Any]) -> Problem:
     match detail["type"]:
         case "extra_forbidden":
             siblings = _fields_at(detail["loc"][:-1])
-            return Problem(key, "unknown key", _expected_keys(siblings), _nearest(path, siblings))
+            hint = _nearest(path, siblings)
+            expected = "" if hint else _expected_keys(siblings)
+            return Problem(key, "unknown key", expected, hint)
         case "missing":
             return Problem(key, "missing", "a value, for it has no default")
         case "value_error":
-            return Problem(key, message.rstrip("."))
+            return Problem(key, message)
+        case "model_type" | "model_attributes_type" | "dict_type":
+            return Problem(key, _shown(detail["input"]), "a table of keys")
     expected = message[:1].lower() + message[1:]
     expected = expected.removeprefix("input should be ").rstrip(".")
     return Problem(key, _shown(detail["input"]), expected)

@@ -47,7 +47,9 @@ class Problem:
         where = f"{self.key}: " if self.key else ""
         expected = f"; expected {self.expected}" if self.expected else ""
         hint = f" {self.hint}" if self.hint else ""
-        return f"{where}{self.found}{expected}.{hint}"
+        sentence = f"{where}{self.found}{expected}"
+        stop = "" if sentence.endswith((".", "?", "!")) else "."
+        return f"{sentence}{stop}{hint}"
 
 
 class ConfigError(SlipstreamError):

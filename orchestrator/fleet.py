@@ -56,7 +56,9 @@ class Worker:
 class RestartBudget:
     """Exponential back-off and an hourly limit on replacements; pure, clock given by the caller."""
 
-    def __init__(self, per_hour: int, first_delay_s: float = 1.0, max_delay_s: float = 60.0) -> None:
+    def __init__(
+        self, per_hour: int, first_delay_s: float = 1.0, max_delay_s: float = 60.0
+    ) -> None:
         self._per_hour = per_hour
         self._first_delay_s = first_delay_s
         self._max_delay_s = max_delay_s
@@ -146,7 +148,9 @@ class Fleet:
         logger.error("%s is quarantined: %s", worker.name, cause)
         worker.state = WorkerState.QUARANTINED
         if not self.count(WorkerState.READY) and not self.count(WorkerState.STARTING):
-            raise RunError(f"{worker.name} was the last {self.role} worker and is quarantined: {cause}")
+            raise RunError(
+                f"{worker.name} was the last {self.role} worker and is quarantined: {cause}"
+            )
         self._changed.notify()
 
     async def supervise(self) -> None:

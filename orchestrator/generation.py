@@ -13,11 +13,7 @@ from ray.exceptions import RayError
 from actors.worker import GroupReceipt, GroupRequest
 from orchestrator.fleet import Fleet, Worker, root_cause
 from orchestrator.flow import Flow, Lease
-from orchestrator.metrics import Metrics
 from orchestrator.weight_sync import WeightSync
-
-GROUPS_PER_CALL = 16
-"""Upper bound of one dispatch: one Ray call per batch of groups, not per sample."""
 
 
 class Generation:
@@ -28,13 +24,13 @@ class Generation:
         flow: Flow,
         fleet: Fleet,
         sync: WeightSync,
-        metrics: Metrics,
+        groups_per_call: int,
         on_group: Callable[[Lease, Any], Any],
     ) -> None:
         self._flow = flow
         self._fleet = fleet
         self._sync = sync
-        self._metrics = metrics
+        self._groups_per_call = groups_per_call
         self._on_group = on_group
         self._calls: set[asyncio.Task] = set()
         self.accepting = False
@@ -65,7 +61,7 @@ class Generation:
                 self._calls.add(call)
 
     def _leases(self, worker: Worker, version: int) -> list[Lease]:
-        free = min(worker.info.max_groups_in_flight - worker.in_flight, GROUPS_PER_CALL)
+        free = min(worker.info.max_groups_in_flight - worker.in_flight, self._groups_per_call)
         leases: list[Lease] = []
         while len(leases) < free and (lease := self._flow.next_lease(version)) is not None:
             leases.append(lease)
@@ -88,14 +84,14 @@ class Generation:
                     self._flow.generated(lease, receipt)
                     self._on_group(lease, batch_ref)
                 else:
-                    self._flow.attempt_failed(lease, receipt.error)
+                    self._flow.attempt_failed(lease, "generation_failed", receipt.error)
         except RayError as error:
             reason = root_cause(error)
             self._fleet.report_lost(worker, reason)
         finally:
             worker.in_flight -= len(open_leases)
             for lease in open_leases.values():
-                self._flow.attempt_failed(lease, f"{worker.name}: {reason}")
+                self._flow.attempt_failed(lease, "worker_lost", f"{worker.name}: {reason}")
             self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
             self._flow.changed.notify()
 

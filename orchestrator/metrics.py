@@ -22,16 +22,31 @@ from orchestrator.records import StepRecord
 
 if TYPE_CHECKING:
     from actors.worker import SyncReport
-
 ROLES: Final = ("rollout", "verifier", "learner")
 WORKER_STATES: Final = ("starting", "ready", "quarantined", "dead")
 SAMPLE_FATES: Final = ("generated", "trained", "masked", "dropped", "superseded")
-GROUP_FATES: Final = ("admitted", "trained", "masked", "dropped", "failed")
-MASK_REASONS: Final = ("stale", "unscored", "truncated")
+GROUP_FATES: Final = ("admitted", "consumed", "dropped", "failed")
+MASK_REASONS: Final = ("stale", "unscored", "truncated", "keep_low", "keep_high", "veto")
+DROP_REASONS: Final = ("stale", "unscored", "zero_variance", "skipped_batch")
 VERDICTS: Final = ("ok", "unscorable", "error", "timeout")
 SYNC_STAGES: Final = ("publish", "stage", "pause", "load", "probe")
 SYNC_OUTCOMES: Final = ("ok", "quarantined")
 BATCH_OUTCOMES: Final = ("trained", "non-finite", "empty")
+LEARNER_GAUGES: Final = {
+    "loss": ("loss", "Objective of the last batch, negated."),
+    "entropy": ("entropy_nats", "Mean token entropy of the last batch."),
+    "grad_norm": ("gradient_norm", "Gradient norm before clipping."),
+    "lr": ("learning_rate", "Learning rate of the last step."),
+    "movement_abs_mean": ("movement_mean_abs", "Mean |current - old| log-probability."),
+    "mismatch_abs_mean": ("engine_mismatch_mean_abs", "Mean |old - behavior| log-probability."),
+    "mismatch_abs_max": ("engine_mismatch_max_abs", "Largest |old - behavior| log-probability."),
+    "mismatch_ess": ("effective_sample_size_ratio", "Of the engine-mismatch weights, unclamped."),
+    "clip_low_share": ("clip_low_ratio", "Share of trained tokens clipped below."),
+    "clip_high_share": ("clip_high_ratio", "Share of trained tokens clipped above."),
+    "cap_share": ("correction_cap_ratio", "Share of trained tokens whose weight was capped."),
+    "stale_share": ("stale_ratio", "Share of the last batch's tokens masked as too old."),
+}
+"""The learner's own name of a measurement → name and meaning of its gauge."""
 SECONDS: Final = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -42,7 +57,7 @@ class Metrics:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         self._lags = [str(lag) for lag in range(max_staleness + 1)]
-        self._totals: dict[tuple[str, ...], float] = {}
+        self._totals: dict[object, float] = {}
         self._server: tuple | None = None
         self._run_metrics(run, model, objective)
         self._flow_metrics()
@@ -66,20 +81,22 @@ class Metrics:
         self._accuracy = self._gauge("accuracy_ratio", "Mean outcome of the last batch.")
         self._held_out = self._gauge("held_out_accuracy_ratio", "pass@1 of the last evaluation.")
         self._length = self._gauge("response_length_tokens", "Mean length in the last batch.")
-        self._learner = self._gauge(
-            "learner", "What the learner measured in the last step, by its own name.", ("quantity",)
-        )
+        self._learner = {
+            own_name: self._gauge(name, text) for own_name, (name, text) in LEARNER_GAUGES.items()
+        }
 
     def _flow_metrics(self) -> None:
-        self._generated_tokens = self._counter("generated_tokens", "Response tokens sampled.")
         self._trained_tokens = self._counter(
             "trained_tokens", "Tokens trained, by versions behind.", ("staleness",), self._lags
         )
         self._masked_tokens = self._counter(
-            "masked_tokens", "Tokens consumed and not trained.", ("reason",), MASK_REASONS
+            "masked_tokens", "Consumed, but kept out of the loss.", ("reason",), MASK_REASONS
         )
         self._samples = self._counter("samples", "Samples by fate.", ("fate",), SAMPLE_FATES)
         self._groups = self._counter("groups", "Groups by fate.", ("fate",), GROUP_FATES)
+        self._dropped = self._counter(
+            "dropped_samples", "Left without being consumed.", ("reason",), DROP_REASONS
+        )
         self._verdicts = self._counter("verdicts", "Samples scored.", ("status",), VERDICTS)
         self._queue = self._gauge("queue_groups", "Ready groups that wait for the learner.")
         self._queue_limit = self._gauge("queue_capacity_groups", "Bound of groups on their way.")
@@ -165,8 +182,9 @@ class Metrics:
         ):
             if value is not None:
                 gauge.set(value)
-        for name, value in record.learner.items():
-            self._learner.labels(name).set(value)
+        for own_name, gauge in self._learner.items():
+            if own_name in record.learner:
+                gauge.set(record.learner[own_name])
         for lag, tokens in record.staleness_tokens.items():
             self._trained_tokens.labels(str(lag)).inc(tokens)
         for reason, tokens in record.masked_tokens.items():
@@ -184,31 +202,39 @@ class Metrics:
         self._verifying.set(gauges.verifying_groups)
         self._blocked.set(gauges.admission_blocked_share)
 
-    def observe_generated(self, tokens: int) -> None:
-        """`tokens` more response tokens came back from a rollout worker."""
-        self._generated_tokens.inc(tokens)
-
     def observe_verdict(self, status: str, samples: int = 1) -> None:
         """`samples` more samples were scored with `status`."""
         self._verdicts.labels(status).inc(samples)
 
-    def observe_fates(self, *, samples: Mapping[str, int], groups: Mapping[str, int]) -> None:
-        """The ledger's running totals by fate; a total that falls back is counted from there."""
-        for fate, total in samples.items():
-            self._raise_to(self._samples, total, fate)
-        for fate, total in groups.items():
-            self._raise_to(self._groups, total, fate)
+    def observe_fates(
+        self,
+        *,
+        samples: Mapping[str, int],
+        groups: Mapping[str, int],
+        dropped_samples: Mapping[str, int] | None = None,
+    ) -> None:
+        """The ledger's running totals: by fate, and of dropped samples by reason.
 
-    def _raise_to(self, counter: Counter, total: float, label: str) -> None:
-        key = (counter._name, label)
-        counter.labels(label).inc(max(0.0, total - self._totals.get(key, 0.0)))
-        self._totals[key] = total
+        A total that falls back, as after a resume, is counted on from there.
+        """
+        for counter, totals in (
+            (self._samples, samples),
+            (self._groups, groups),
+            (self._dropped, dropped_samples or {}),
+        ):
+            for label, total in totals.items():
+                self._raise_to(counter, label, total)
+
+    def _raise_to(self, counter: Counter, label: str, total: float) -> None:
+        before = self._totals.get((counter, label), 0.0)
+        counter.labels(label).inc(max(0.0, total - before))
+        self._totals[counter, label] = total
 
     def observe_workers(self, role: str, states: Mapping[str, int], restarts: int) -> None:
         """A fleet's workers by state, and its replacements so far."""
         for state in WORKER_STATES:
             self._workers.labels(role, state).set(states.get(state, 0))
-        self._raise_to(self._restarts, restarts, role)
+        self._raise_to(self._restarts, role, restarts)
 
     def observe_publish(self, seconds: float, nbytes: int) -> None:
         """The learner published its weights."""

@@ -7,7 +7,7 @@ few endless loops; one that ends by itself ends the run with its name and cause.
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
 from orchestrator.start_probe import check_pair, probe_prefixes
-from orchestrator.tasks import Task
+from orchestrator.task_loading import Tasks
 from orchestrator.training import Training
 from orchestrator.verification import Verification
 from orchestrator.watchdog import Watchdog
@@ -59,8 +59,7 @@ class Pipeline:
         config: RunConfig,
         directory: RunDirectory,
         *,
-        tasks: Sequence[Task],
-        held_out: Sequence[Task],
+        tasks: Tasks,
         meta: TrajectoryMeta,
         reporter: Reporter,
         resume_from: Path | None,
@@ -68,9 +67,13 @@ class Pipeline:
         self._config = config
         self._reporter = reporter
         self._resume_from = resume_from
-        self._held_out = held_out
+        self._held_out = tasks.held_out
         self.changed = Signal()
-        self.flow = Flow(config, tasks, self.changed)
+        self.flow = Flow(config, tasks.train, self.changed)
+        verify_timeout_s = (
+            config.verifiers.start_timeout_s
+            + config.verifiers.deadline_s * config.rollout.samples_per_group
+        )
         self._store = cluster.create_store()
         self._learner = LearnerGroup(
             config.learner,
@@ -84,7 +87,9 @@ class Pipeline:
         )
         self._rollout = Fleet(
             "rollout",
-            cluster.rollout_spawner(config, meta=meta, run_id=directory.path.name, logs=directory.logs),
+            cluster.rollout_spawner(
+                config, meta=meta, run_id=directory.path.name, logs=directory.logs
+            ),
             self._start_rollout,
             changed=self.changed,
             restarts_per_hour=config.supervision.restarts_per_hour,
@@ -96,13 +101,13 @@ class Pipeline:
             self._start_verifier,
             changed=self.changed,
             restarts_per_hour=config.supervision.restarts_per_hour,
-            progress_timeout_s=config.verifiers.call_timeout_s,
+            progress_timeout_s=verify_timeout_s,
         )
         self._sync = WeightSync(
             self._learner,
             self._rollout,
             config.rollout,
-            probe_prefixes=probe_prefixes(held_out, config.rollout.probe),
+            probe_prefixes=probe_prefixes(tasks.held_out, config.rollout.probe),
             changed=self.changed,
             reporter=reporter,
         )
@@ -110,14 +115,18 @@ class Pipeline:
             self._verifiers,
             self._store,
             self.flow,
-            timeout_s=config.verifiers.call_timeout_s,
+            timeout_s=verify_timeout_s,
             changed=self.changed,
         )
         self._generation = Generation(
-            self.flow, self._rollout, self._sync, on_group=self._verification.submit
+            self.flow,
+            self._rollout,
+            self._sync,
+            config.rollout.groups_per_call,
+            on_group=self._verification.submit,
         )
         self._evaluation = Evaluation(
-            held_out,
+            tasks.held_out,
             config.evaluation.samples_per_task,
             self._rollout,
             self._verification,
@@ -147,6 +156,7 @@ class Pipeline:
 
     async def run(self) -> Outcome:
         """Play the script beside the endless loops; closes every actor in the end."""
+        config = self._config
         self._script = asyncio.create_task(self._play(), name="script")
         loops = {
             "generation": self._generation.run(),
@@ -154,7 +164,8 @@ class Pipeline:
             "weight sync": self._sync.run(),
             "rollout fleet": self._rollout.supervise(),
             "verifier fleet": self._verifiers.supervise(),
-            "watchdog": Watchdog(self.flow, self._config.supervision, self._describe).run(),
+            "reporting": self._reporter.run(),
+            "watchdog": Watchdog(self.changed, config.supervision, self._describe).run(),
         }
         try:
             return await beside(self._script, loops)
@@ -234,9 +245,7 @@ class Pipeline:
         )
 
     async def _close(self) -> None:
-        await asyncio.gather(
-            self._rollout.close(), self._verifiers.close(), self._learner.close()
-        )
+        await asyncio.gather(self._rollout.close(), self._verifiers.close(), self._learner.close())
         ray.kill(self._store)
 
 
@@ -251,6 +260,8 @@ async def beside(script: asyncio.Task, loops: dict[str, Coroutine]) -> Any:
         for task in tasks:
             if task.done():
                 error = first_cause(task.exception())
+                if isinstance(error, RunError):
+                    raise error
                 raise LoopEnded(f"the {task.get_name()} loop ended: {error}") from error
         return await script
     finally:

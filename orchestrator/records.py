@@ -33,13 +33,13 @@ class StepRecord:
     """Mean reward of the batch's scored samples."""
     accuracy: float | None = None
     """Mean outcome of the batch's scored samples, before shaping."""
-    staleness_tokens: Mapping[int, int] = field(default_factory=dict)
-    """Trained tokens by how many versions they were behind."""
-    masked_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Response tokens that did not train, by reason."""
     samples: int = 0
     response_tokens: int = 0
     """Response tokens of the batch's samples."""
+    staleness_tokens: Mapping[int, int] = field(default_factory=dict)
+    """Trained tokens by how many versions they were behind."""
+    masked_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Response tokens kept out of the loss, by reason."""
     learner: Mapping[str, float] = field(default_factory=dict)
     """What the learner measured, under its own names."""
 
@@ -145,7 +145,7 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-def finite_or_none(value: object) -> object:
+def finite_or_none(value: Any) -> Any:
     """`value` with numbers that JSON cannot say (NaN, infinities) replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

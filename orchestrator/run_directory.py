@@ -5,6 +5,7 @@ crash never sees half of one.
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from orchestrator.errors import RunError, UsageError
+from orchestrator.records import finite_or_none
 
 LATEST = "latest"
 
@@ -98,12 +100,12 @@ class RunDirectory:
         return self.checkpoint(max(steps)) if steps else None
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Keep the resolved configuration."""
-        write_json(self.config_json, config)
+        """Keep the resolved configuration, such that it can be read as one again."""
+        write_json(self.config_json, _infinities_spelled(config))
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Keep the result."""
-        write_json(self.summary_json, summary)
+        """Keep the result; what JSON cannot say is null."""
+        write_json(self.summary_json, finite_or_none(summary))
 
     def point_latest(self) -> None:
         """Let `latest`, beside this directory, point here; a reader sees the old or the new."""
@@ -127,6 +129,17 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
+
+
+def _infinities_spelled(value: Any) -> Any:
+    """`value` with infinite numbers as text (`inf`), which pydantic reads back."""
+    if isinstance(value, float) and math.isinf(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _infinities_spelled(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_infinities_spelled(inner) for inner in value]
+    return value
 
 
 def _make_unique(folder: Path, stem: str) -> Path:

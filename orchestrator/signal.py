@@ -12,9 +12,12 @@ class Signal:
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
+        self.count = 0
+        """Changes so far; one that stands still means that nothing moves."""
 
     def notify(self) -> None:
         """Wake every current waiter."""
+        self.count += 1
         self._event.set()
         self._event = asyncio.Event()
 

@@ -4,13 +4,13 @@ Control flow only: choosing groups is the flow's, the update is the learner's, k
 current is the weight sync's, and telling people is the reporter's.
 """
 
-import time
 from collections.abc import Awaitable, Callable
 
 from learner.batch import StepRequest
 from learner.group import LearnerGroup
+from orchestrator.bottleneck import Phase
 from orchestrator.flow import Flow
-from orchestrator.reporting import Reporter
+from orchestrator.reporting import PhaseTimer, Reporter
 from orchestrator.weight_sync import WeightSync
 
 
@@ -42,43 +42,19 @@ class Training:
 
     async def run(self) -> None:
         """Train from the flow's current step to the last one."""
-        while self._flow.step < self._steps:
+        flow = self._flow
+        while flow.step < self._steps:
             timer = PhaseTimer()
-            with timer("wait"):
-                groups = await self._flow.next_batch(until=lambda: self._stopping)
+            with timer(Phase.WAIT_FOR_GROUPS):
+                groups = await flow.next_batch(until=lambda: self._stopping)
             if groups is None:
                 return
-            request = StepRequest(
-                step=self._flow.step,
-                version=self._flow.version,
-                groups=tuple(group.entry for group in groups),
-            )
-            with timer("step"):
-                result = await self._learner.step(request)
-            self._flow.trained(groups, result)
-            with timer("publish"):
+            entries = tuple(group.entry for group in groups)
+            with timer(Phase.TRAIN):
+                result = await self._learner.step(StepRequest(flow.step, flow.version, entries))
+            flow.trained(groups, result)
+            with timer(Phase.PUBLISH):
                 if result.changed:
-                    await self._sync.publish(self._flow.label)
-            self._reporter.step(self._flow, groups, result, timer.seconds)
-            await self._after_step(self._flow.step)
-
-
-class PhaseTimer:
-    """Seconds per named phase of one step: `with timer("wait"): …`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._phase = ""
-        self._started = 0.0
-
-    def __call__(self, phase: str) -> "PhaseTimer":
-        """Name the phase that the following `with` block times."""
-        self._phase = phase
-        return self
-
-    def __enter__(self) -> None:
-        self._started = time.monotonic()
-
-    def __exit__(self, *exc: object) -> None:
-        spent = time.monotonic() - self._started
-        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
+                    await self._sync.publish(flow.label)
+            self._reporter.step(flow, groups, result, timer.seconds)
+            await self._after_step(flow.step)

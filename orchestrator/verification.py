@@ -70,9 +70,9 @@ class Verification:
                 f"the trajectory store (group {lease.group_id})",
             )
         except VerificationFailed as error:
-            self._flow.attempt_failed(lease, str(error))
+            self._flow.attempt_failed(lease, "verifier_lost", str(error))
         except RayError as error:
-            self._flow.attempt_failed(lease, root_cause(error))
+            self._flow.attempt_failed(lease, "trajectories_lost", root_cause(error))
         else:
             self._flow.ready(lease, ready)
         finally:

@@ -19,7 +19,7 @@ from learner.group import LearnerGroup
 from learner.publisher import Publication
 from orchestrator.calls import DeadlineExceeded, within
 from orchestrator.fleet import Fleet, Worker, WorkerState, root_cause
-from orchestrator.metrics import Metrics
+from orchestrator.reporting import Reporter
 from orchestrator.signal import Signal
 
 KEPT_PUBLICATIONS = 2
@@ -37,14 +37,14 @@ class WeightSync:
         *,
         probe_prefixes: tuple[tuple[int, ...], ...],
         changed: Signal,
-        metrics: Metrics,
+        reporter: Reporter,
     ) -> None:
         self._learner = learner
         self._fleet = fleet
         self._config = config
         self._probe_prefixes = probe_prefixes
         self._changed = changed
-        self._metrics = metrics
+        self._reporter = reporter
         self._manifests: deque[WeightManifest] = deque(maxlen=KEPT_PUBLICATIONS)
         self._labels: dict[str, WeightLabel] = {}
         self._syncing: set[str] = set()
@@ -69,7 +69,7 @@ class WeightSync:
             temperature=self._config.sampling.temperature,
         )
         self._manifests.append(_manifest(publication, refs, self._probe_prefixes))
-        self._metrics.observe_publish(time.monotonic() - started, publication.total_bytes)
+        self._reporter.published(time.monotonic() - started, publication.total_bytes)
         self._changed.notify()
 
     async def run(self) -> None:
@@ -114,7 +114,7 @@ class WeightSync:
             self._changed.notify()
 
     def _accept(self, worker: Worker, report: SyncReport) -> None:
-        self._metrics.observe_sync(report)
+        self._reporter.synced(report)
         if report.parity is not None:
             self.parity_max_abs = max(self.parity_max_abs, report.parity.max_abs)
             if not report.parity.passed:

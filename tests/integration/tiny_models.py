@@ -13,7 +13,7 @@ PAD, EOS, BOS = 0, 1, 2
 
 
 def tiny_llama(*, tied: bool, seed: int, eos_bias: float = 0.0) -> LlamaForCausalLM:
-    """Float32, 2 layers, 32 wide, weights large enough that a wrong tensor shows.
+    """Float32, 2 layers, 64 wide, weights large enough that a wrong tensor shows.
 
     `eos_bias` scales the end-of-sequence row of the output head, to make responses end.
     """
@@ -21,12 +21,12 @@ def tiny_llama(*, tied: bool, seed: int, eos_bias: float = 0.0) -> LlamaForCausa
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(VOCABULARY),
-            hidden_size=32,
+            hidden_size=64,
             intermediate_size=64,
             num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
             max_position_embeddings=512,
             tie_word_embeddings=tied,
             bos_token_id=BOS,

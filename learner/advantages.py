@@ -1,0 +1,153 @@
+"""Advantages from rewards: group and batch baselines, and GAE. Pure tensor code.
+
+Groups and samples are found by id, never by position, so that a missing sample cannot mix groups.
+"""
+
+import torch
+from torch import Tensor
+
+from learner.objective_config import AdvantageConfig, ObjectiveConfig
+from learner.segments import segment_sum
+
+
+def group_advantages(
+    rewards: Tensor, group_ids: Tensor, config: ObjectiveConfig, valid: Tensor | None = None
+) -> Tensor:
+    """A = (reward - baseline) / (scale + eps), one per sample: float[S] from float[S], int64[S].
+
+    `valid` (bool[S]) says which samples have a reward; the others are in no statistic and get 0,
+    whatever their value. A group with one valid sample, or whose rewards are all equal, gets
+    exactly 0 wherever a group statistic enters; so does the whole batch where a batch statistic
+    enters. Statistics are of all samples given: call it before filtering, on the whole batch.
+    Computed in float64, returned in the dtype of `rewards`.
+    """
+    choice = config.advantage
+    valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
+    values = torch.where(valid, rewards, 0.0).double()
+    _, groups = torch.unique(group_ids, return_inverse=True)
+    counts = segment_sum(valid.double(), groups, groups.shape[0])[groups]
+    centred = _centred(choice, values, valid, groups, counts)
+    advantages = centred / _scale(choice, values, centred, valid, groups, counts)
+    flat = ~valid
+    if choice.per_group:
+        flat = flat | ~_varies(values, valid, groups)
+    if choice.baseline == "batch_mean" or choice.scale == "batch_std":
+        flat = flat | ~_varies(values, valid, torch.zeros_like(groups))
+    return torch.where(flat, 0.0, advantages).to(rewards.dtype)
+
+
+def trainable_samples(group_ids: Tensor, valid: Tensor, config: ObjectiveConfig) -> Tensor:
+    """bool[S]: valid samples, except that where a group statistic enters a group needs two."""
+    if not config.advantage.per_group:
+        return valid
+    _, groups = torch.unique(group_ids, return_inverse=True)
+    return valid & (segment_sum(valid.long(), groups, groups.shape[0])[groups] >= 2)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    sample_index: Tensor,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438): (advantages[N], returns[N]).
+
+    All inputs are flat over tokens [N], each sample's tokens in time order. With the next unmasked
+    token of the sample as t + 1, and value 0 after the last:
+
+        A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1},   return_t = A_t + V_t
+
+    Masked tokens are no steps: their outputs are 0, their values may be anything, and a reward on
+    one counts for the unmasked token before it (with none before it, for nothing). No whitening.
+    """
+    order = torch.argsort(sample_index, stable=True)
+    order_mask, order_index = mask[order], sample_index[order]
+    steps = order[order_mask]
+    samples = sample_index[steps]
+    last = torch.ones_like(samples, dtype=torch.bool)
+    last[:-1] = samples[1:] != samples[:-1]
+
+    step_rewards = _rewards_of_steps(rewards[order], order_mask, order_index, samples)
+    step_values = values[steps]
+    next_values = torch.where(last, 0.0, step_values.roll(-1))
+    deltas = step_rewards + gamma * next_values - step_values
+    decay = torch.where(last, 0.0, torch.full_like(deltas, gamma * lam))
+    step_advantages = _discounted_suffix_sums(deltas, decay)
+
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages[steps] = step_advantages
+    returns[steps] = step_advantages + step_values
+    return advantages, returns
+
+
+def _centred(
+    choice: AdvantageConfig, values: Tensor, valid: Tensor, groups: Tensor, counts: Tensor
+) -> Tensor:
+    if choice.baseline == "none":
+        return values
+    if choice.baseline == "batch_mean":
+        return torch.where(valid, values - values.sum() / valid.sum().clamp(min=1), 0.0)
+    mean = segment_sum(values, groups, groups.shape[0])[groups] / counts.clamp(min=1)
+    centred = torch.where(valid, values - mean, 0.0)
+    if choice.baseline == "leave_one_out":
+        # r - mean of the others = (r - mean of all) n / (n - 1)
+        centred = centred * counts / (counts - 1).clamp(min=1)
+    return centred
+
+
+def _scale(
+    choice: AdvantageConfig,
+    values: Tensor,
+    centred: Tensor,
+    valid: Tensor,
+    groups: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    if choice.scale == "none":
+        return torch.ones_like(values)
+    if choice.scale == "group_std":
+        mean = segment_sum(values, groups, groups.shape[0])[groups] / counts.clamp(min=1)
+        squares = torch.where(valid, values - mean, 0.0).square()
+        total = segment_sum(squares, groups, groups.shape[0])[groups]
+    else:
+        counts = valid.sum().double()
+        mean = centred.sum() / counts.clamp(min=1)
+        total = torch.where(valid, centred - mean, 0.0).square().sum()
+    return (total / (counts - choice.ddof).clamp(min=1)).sqrt() + choice.eps
+
+
+def _varies(values: Tensor, valid: Tensor, groups: Tensor) -> Tensor:
+    """bool[S]: the sample's group has two valid samples with different values."""
+    infinity = float("inf")
+    low = values.new_full(groups.shape, infinity).scatter_reduce(
+        0, groups, torch.where(valid, values, infinity), "amin"
+    )
+    high = values.new_full(groups.shape, -infinity).scatter_reduce(
+        0, groups, torch.where(valid, values, -infinity), "amax"
+    )
+    return (high > low)[groups]
+
+
+def _rewards_of_steps(rewards: Tensor, mask: Tensor, index: Tensor, samples: Tensor) -> Tensor:
+    """Rewards [steps], those on masked tokens moved to the unmasked token of the sample before."""
+    if samples.numel() == 0:
+        return rewards[:0]
+    step = torch.cumsum(mask, 0) - 1
+    earned = (step >= 0) & (samples[step.clamp(min=0)] == index)
+    return segment_sum(rewards[earned], step[earned], samples.shape[0])
+
+
+def _discounted_suffix_sums(values: Tensor, decay: Tensor) -> Tensor:
+    """x_t = values_t + decay_t x_{t+1} over the flat axis, by doubling: log2(N) passes at most.
+
+    A decay of 0 ends a segment (the last value's must be 0), so the number of passes follows the
+    longest segment.
+    """
+    sums, reach = values.clone(), 1
+    while bool(decay.any()):
+        sums[:-reach] += decay[:-reach] * sums[reach:]
+        decay = torch.cat([decay[:-reach] * decay[reach:], decay.new_zeros(reach)])
+        reach *= 2
+    return sums

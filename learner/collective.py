@@ -1,0 +1,89 @@
+"""The process group of the learner ranks: forming it, and the few reductions that a step needs."""
+
+import fcntl
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+_SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Collective:
+    """This rank's place among `world` ranks. Reductions of one rank cost nothing."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """In place, over ranks; every rank must call."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """In place, over ranks; every rank must call."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        """Returns once every rank has come here."""
+        self.sum(torch.zeros(1, device=self.device))
+
+    def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(values, op)
+        return values
+
+
+def join(
+    rank: int, world: int, address: str, node_ip: str, backend: str, timeout_s: float
+) -> tuple[Collective, DeviceMesh]:
+    """Form the group that meets at `address` (host:port, bound by rank 0) and a mesh over it.
+
+    Raises what torch raises when not every rank has come within `timeout_s`; the same time bounds
+    each later collective.
+    """
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    on_gpu = backend == "nccl"
+    if on_gpu:
+        torch.cuda.set_device(0)
+    for variable in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if on_gpu else ())):
+        if interface := interface_of(node_ip):
+            os.environ.setdefault(variable, interface)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{address}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    return Collective(rank, world, device), init_device_mesh(device.type, (world,))
+
+
+def interface_of(ip: str) -> str | None:
+    """Name of the network interface with this IPv4 address; None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None
+
+
+def free_port(ip: str) -> int:
+    """A TCP port that was free on this address a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((ip, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,140 @@
+"""`slipstream run`: from a validated config to a summary, with every failure as one paragraph.
+
+Prepares what needs no cluster (run directory, tasks), connects Ray, hands over to the pipeline,
+and turns how that ends into files and an exit code.
+"""
+
+import asyncio
+import logging
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from actors.trajectory import TrajectoryMeta
+from orchestrator import cluster
+from orchestrator.config import RunConfig
+from orchestrator.console import Console
+from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
+from orchestrator.flow import Flow
+from orchestrator.metrics import Metrics
+from orchestrator.pipeline import Outcome, Pipeline, first_cause
+from orchestrator.records import JsonLines
+from orchestrator.reporting import Reporter
+from orchestrator.run_directory import RunDirectory
+from orchestrator.task_loading import Tasks, fingerprint, load_tasks, load_tokenizer
+
+
+def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> int:
+    """Run to the end, to an interrupt or to a failure; the exit code.
+
+    Raises SlipstreamError whose message is the paragraph of cause.
+    """
+    config = config.resolved()
+    directory, checkpoint = _directory(config, runs_folder, resume)
+    _log_to(directory)
+    directory.write_config(config.model_dump(mode="json"))
+    console = Console()
+    console.note(f"run directory: {directory.path}")
+    tokenizer = load_tokenizer(config.model)
+    tasks = load_tasks(config, tokenizer)
+    console.note(f"{len(tasks.train)} training tasks, {len(tasks.held_out)} held-out tasks")
+    meta = TrajectoryMeta(tokenizer=fingerprint(tokenizer), model=config.model.path)
+    metrics = Metrics(
+        run=directory.path.name,
+        model=config.model.path,
+        objective=config.learner.objective.preset,
+        max_staleness=config.max_staleness,
+    )
+    with JsonLines(directory.metrics_jsonl) as lines:
+        reporter = Reporter(config, console, metrics, lines)
+        try:
+            if config.metrics.enabled:
+                console.note(f"metrics: {metrics.serve(config.metrics.host, config.metrics.port)}")
+            cluster.connect(config)
+            outcome, flow = asyncio.run(_play(config, directory, tasks, meta, reporter, checkpoint))
+            summary = _summary(config, outcome, reporter, flow)
+            directory.write_summary(summary)
+            console.summary(summary, title=str(directory.path))
+        finally:
+            ray.shutdown()
+            metrics.close()
+    return EXIT_INTERRUPTED if outcome.interrupted else EXIT_OK
+
+
+async def _play(
+    config: RunConfig,
+    directory: RunDirectory,
+    tasks: Tasks,
+    meta: TrajectoryMeta,
+    reporter: Reporter,
+    checkpoint: Path | None,
+) -> tuple[Outcome, Flow]:
+    pipeline = Pipeline(
+        config,
+        directory,
+        tasks=tasks,
+        meta=meta,
+        reporter=reporter,
+        resume_from=checkpoint,
+    )
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        reporter.note("interrupted: finishing the step and saving (again to end at once)")
+        pipeline.interrupt()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await pipeline.run(), pipeline.flow
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except BaseExceptionGroup as group:
+        error = first_cause(group)
+        if isinstance(error, RunError):
+            raise error from None
+        raise
+
+
+def _directory(
+    config: RunConfig, runs_folder: Path, resume: Path | None
+) -> tuple[RunDirectory, Path | None]:
+    if resume is None:
+        return RunDirectory.create(runs_folder, config.name), None
+    directory = RunDirectory.find(runs_folder, str(resume))
+    checkpoint = directory.newest_checkpoint()
+    if checkpoint is None:
+        raise RunError(
+            f"{directory.path} has no finished checkpoint to resume from. Start a new run, and "
+            "set checkpoint.every to save more often."
+        )
+    directory.point_latest()
+    return directory, checkpoint
+
+
+def _log_to(directory: RunDirectory) -> None:
+    """The driver's own log goes to the run directory; the terminal stays readable."""
+    handler = logging.FileHandler(directory.logs / "driver.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+
+
+def _summary(config: RunConfig, outcome: Outcome, reporter: Reporter, flow: Flow) -> dict[str, Any]:
+    seconds = time.time() - psutil.Process().create_time()
+    figures = reporter.summary(flow, seconds=seconds, training_seconds=outcome.training_seconds)
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "objective": config.learner.objective.preset,
+        "interrupted": outcome.interrupted,
+        "accuracy_before": outcome.before.accuracy if outcome.before else None,
+        "accuracy_after": outcome.after.accuracy if outcome.after else None,
+        "parity_max_abs": outcome.parity_max_abs,
+        **figures,
+    }

@@ -1,0 +1,89 @@
+"""The run directory: names, the link to the newest run, files that are replaced whole."""
+
+import json
+from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+
+from orchestrator.errors import RunError, UsageError
+from orchestrator.run_directory import RunDirectory, write_json
+
+NOON = datetime(2030, 1, 2, 12, 0, 5, tzinfo=UTC)
+
+
+def test_name_carries_utc_time_and_latest_points_to_the_newest(tmp_path: Path) -> None:
+    runs = tmp_path / "deep" / "runs"
+    first = RunDirectory.create(runs, "tiny", NOON.astimezone(timezone(timedelta(hours=5))))
+    assert first.path == (runs / "tiny-20300102T120005Z").resolve()
+    assert first.checkpoints.is_dir()
+    assert first.logs.is_dir()
+    assert (runs / "latest").resolve() == first.path
+    second = RunDirectory.create(runs, "tiny", NOON)
+    assert second.path.name == "tiny-20300102T120005Z-2"
+    assert (runs / "latest").resolve() == second.path
+    assert sorted(entry.name for entry in runs.iterdir()) == [
+        "latest",
+        "tiny-20300102T120005Z",
+        "tiny-20300102T120005Z-2",
+    ]
+
+
+def test_the_link_survives_moving_the_folder(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs", "tiny", NOON)
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "latest" / "logs").is_dir()
+    assert not run.path.exists()
+
+
+def test_a_real_folder_named_latest_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "latest" / "precious").mkdir(parents=True)
+    with pytest.raises(RunError, match="move what is there away"):
+        RunDirectory.create(tmp_path, "tiny", NOON)
+    assert (tmp_path / "latest" / "precious").is_dir()
+    assert not list(tmp_path.glob(".latest*"))
+
+
+def test_a_runs_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match="--runs-folder"):
+        RunDirectory.create(tmp_path / "file", "tiny", NOON)
+
+
+def test_find_by_path_by_name_and_latest(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    run = RunDirectory.create(runs, "tiny", NOON)
+    with pytest.raises(UsageError, match="no run at"):
+        RunDirectory.find(runs)  # not a run before it has its config
+    run.write_config({"name": "tiny"})
+    for reference in ("latest", run.path.name, str(run.path)):
+        assert RunDirectory.find(runs, reference).path == run.path
+    with pytest.raises(UsageError, match=f"Newest there: {run.path.name}"):
+        RunDirectory.find(runs, "other")
+
+
+def test_newest_checkpoint_is_by_number_and_ignores_unfinished_ones(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", NOON)
+    assert run.newest_checkpoint() is None
+    for name in ("step_9", "step_10", "step_11.tmp", "step_x"):
+        (run.checkpoints / name).mkdir()
+    (run.checkpoints / "step_12").touch()
+    assert run.newest_checkpoint() == run.checkpoint(10)
+
+
+def test_summary_says_null_for_what_json_cannot(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", NOON)
+    run.write_summary({"accuracy_after": float("nan"), "ledger": {"x": [1.0, float("inf")]}})
+    assert json.loads(run.summary_json.read_text()) == {
+        "accuracy_after": None,
+        "ledger": {"x": [1.0, None]},
+    }
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_json(path, {"a": float("nan")})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
