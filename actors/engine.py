@@ -32,6 +32,7 @@ _CPU_KV_CACHE_BYTES = 256 << 20
 # Probes run beside a full load of groups, so that a long response cannot delay a verdict on the
 # weights that all results wait for.
 _PROBE_SLOTS = 16
+_SHUTDOWN_GRACE_S = 1.0
 
 
 class EngineError(RuntimeError):
@@ -123,7 +124,10 @@ class Engine:
         """Ends the engine and its processes; requests in flight fail."""
         llm, self._llm = self._llm, None
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown, _SHUTDOWN_GRACE_S)
+            del llm
+            gc.unfreeze()
+            gc.collect()
 
     @property
     def dtype(self) -> str:
@@ -212,8 +216,8 @@ class Engine:
             await llm.resume_generation()
             resumed = time.perf_counter()
         except BaseException as error:
-            await self._fail(f"loading weights {label} failed: {error}")
-            raise self._failure from error
+            cause = str(error) or type(error).__name__
+            raise await self._fail(f"loading weights {label} failed: {cause}") from error
         finally:
             self.paused = False
             await self._notify()
@@ -331,11 +335,11 @@ class Engine:
         self, prompt_ids: Sequence[int], params: Any, label: WeightLabel
     ) -> "RequestOutput | None":
         """The final output; None when the request was taken back and has to start over."""
-        from vllm import TokensPrompt
+        from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         request_id = str(next(self._request_ids))
-        prompt = TokensPrompt(prompt_token_ids=list(prompt_ids), cache_salt=str(label))
+        prompt = tokens_input(list(prompt_ids), cache_salt=str(label))
         self._in_flight.add(request_id)
         try:
             async for output in self._running.generate(prompt, params, request_id):
@@ -381,10 +385,12 @@ class Engine:
             if everything or any(processor.request_states[c].is_prefilling for c in children):
                 await self._running.abort(request_id)
 
-    async def _fail(self, cause: str) -> None:
+    async def _fail(self, cause: str) -> EngineError:
+        """Refuses all further requests and ends those in flight."""
         self._failure = EngineError(cause, fatal=True)
         if self._llm is not None and not self._llm.errored:
             await self._llm.abort(list(self._in_flight))
+        return self._failure
 
 
 def _require_plugin() -> None:

@@ -1,16 +1,15 @@
 """Loads published weights inside vLLM's worker process: the receiving end of a weight sync.
 
 vLLM finds it through the `vllm.general_plugins` entry point. It reads safetensors files that the
-rollout worker has staged on this node and knows nothing of versions or of where files come from.
+rollout worker has staged on this node and knows nothing of versions or of where they come from.
 """
 
-from collections.abc import Iterator
+import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,6 +22,8 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from actors.weights import read_chunk
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.config.weight_transfer import WeightTransferConfig
@@ -34,6 +35,9 @@ def register() -> None:
     """Makes the backend known to this process; vLLM calls it in each of its processes."""
     with suppress(ValueError):  # vLLM may load its plugins several times in one process
         WeightTransferEngineFactory.register_engine(BACKEND, ChunkFileReceiver)
+    # It warns on every update about modules without weights of their own, such as a tied head;
+    # here a parameter that an update leaves out is an error.
+    logging.getLogger(finalize_layerwise_reload.__module__).setLevel(logging.ERROR)
 
 
 @dataclass
@@ -79,7 +83,7 @@ class ChunkFileReceiver(WeightTransferEngine[NoInitInfo, ChunkFiles]):
     def receive_weights(self, update_info: ChunkFiles) -> None:
         model: Any = self.model
         for path in update_info.paths:
-            self._loaded |= model.load_weights(_tensors(path))
+            self._loaded |= model.load_weights(read_chunk(path))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -90,12 +94,6 @@ class ChunkFileReceiver(WeightTransferEngine[NoInitInfo, ChunkFiles]):
 
     def shutdown(self) -> None:
         pass
-
-
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - the handle is no mapping
-            yield name, file.get_tensor(name)
 
 
 def _repack_output_heads(model: torch.nn.Module) -> None:

@@ -21,7 +21,7 @@ from actors.config import RolloutConfig
 from actors.engine import Completion, Engine, EngineError, Generation
 from actors.parity import ParityReport, ProbeExpectation, compare, tolerance
 from actors.trajectory import RolloutSample, TrajectoryMeta, WeightLabel, rollout_batch, sample_id
-from actors.weights import WeightManifest, stage, staging_folder
+from actors.weights import StagedFiles, WeightManifest, stage, staging_folder
 
 # A plain async actor: Ray would give each concurrency group an event loop of its own, and the
 # engine lives in one. Control calls never wait for data calls while fewer than this are pending.
@@ -58,7 +58,8 @@ class GroupReceipt:
     finished_at: float
     error: str = ""
     samples: int = 0
-    response_tokens: int = 0
+    response_tokens: tuple[int, ...] = ()
+    """length of each sample"""
     nbytes: int = 0
 
 
@@ -108,6 +109,8 @@ class RolloutWorker:
     process and the engine's processes print goes to that file.
     """
 
+    engine_class = Engine
+
     def __init__(
         self,
         name: str,
@@ -129,13 +132,11 @@ class RolloutWorker:
         self._ready = asyncio.Event()
         self._loading = asyncio.Lock()
         self._wanted: WeightManifest | None = None
-        self._staging: asyncio.Task[list[Path]] | None = None
+        self._staging: asyncio.Task[StagedFiles] | None = None
         self._last_sync: SyncReport | None = None
         self._expectation: ProbeExpectation | None = None
         self._proofs: dict[WeightLabel, asyncio.Future[str]] = {}
         self._groups_in_flight = 0
-
-    engine_class = Engine
 
     async def start(
         self, manifest: WeightManifest | None = None, at_step_0: float | None = None
@@ -187,9 +188,7 @@ class RolloutWorker:
                 task.cancel()
             self._exit_if_dead()
 
-    async def sync(
-        self, manifest: WeightManifest, at_step_0: float | None = None
-    ) -> SyncReport:
+    async def sync(self, manifest: WeightManifest, at_step_0: float | None = None) -> SyncReport:
         """Moves the engine to the weights of `manifest`; of several calls the newest label wins.
 
         Chunks are fetched while generating; generation stands still only for the load. A parity
@@ -260,7 +259,8 @@ class RolloutWorker:
         label = self._engine.label
         self._groups_in_flight += 1
         try:
-            await self._proven(label)
+            if not self._engine.dead:  # else it says itself why
+                self._refuse_disproven(label)
             generation = await self._engine.generate(request.prompt_ids, request.n, request.seed)
             finished, label = time.time(), generation.label
             await self._all_proven(generation)
@@ -272,13 +272,13 @@ class RolloutWorker:
         finally:
             self._groups_in_flight -= 1
         receipt = self._receipt(request, label, started)
-        tokens = sum(len(c.token_ids) for c in generation.completions)
+        lengths = tuple(len(c.token_ids) for c in generation.completions)
         return (
             replace(
                 receipt,
                 finished_at=finished,
                 samples=len(rows),
-                response_tokens=tokens,
+                response_tokens=lengths,
                 nbytes=batch.nbytes,
             ),
             batch,
@@ -327,14 +327,20 @@ class RolloutWorker:
         for version in sorted(spans):
             await self._proven(WeightLabel(generation.label.lineage, version))
 
+    def _refuse_disproven(self, label: WeightLabel) -> None:
+        proof = self._proofs.get(label)
+        if proof is not None and proof.done() and (cause := proof.result()):
+            raise QuarantineError(f"quarantined: weights {label}: {cause}")
+
     async def _proven(self, label: WeightLabel) -> None:
         """Returns once the probe of `label` has passed; a label without a proof had none to pass.
         Raises QuarantineError."""
         proof = self._proofs.get(label)
-        if proof is not None and (cause := await asyncio.shield(proof)):
-            raise QuarantineError(f"quarantined: weights {label}: {cause}")
+        if proof is not None:
+            await asyncio.wait([proof])
+            self._refuse_disproven(label)
 
-    async def _stage(self, manifest: WeightManifest) -> list[Path] | None:
+    async def _stage(self, manifest: WeightManifest) -> StagedFiles | None:
         """The chunk files on this node, or None when a newer label was asked for meanwhile."""
         folder = staging_folder(self._run_id, manifest)
         self._staging = asyncio.ensure_future(stage(manifest, _fetch, folder))
@@ -349,7 +355,7 @@ class RolloutWorker:
             raise TimeoutError(self._late("fetching", manifest)) from None
 
     async def _load(
-        self, manifest: WeightManifest, files: list[Path], at_step_0: float | None
+        self, manifest: WeightManifest, files: StagedFiles, at_step_0: float | None
     ) -> SyncReport:
         label = manifest.label
         proof = self._proofs[label] = asyncio.get_running_loop().create_future()
@@ -358,6 +364,7 @@ class RolloutWorker:
         try:
             async with asyncio.timeout(self._config.sync_timeout_s):
                 times = await self._engine.load(files, label)
+            files.release()
             loaded = time.perf_counter()
             doing = "probing"
             async with asyncio.timeout(self._config.sync_timeout_s):
@@ -379,7 +386,7 @@ class RolloutWorker:
             pause_s=times.pause_s + times.load_s + times.resume_s,
             load_s=times.load_s,
             probe_s=time.perf_counter() - loaded,
-            nbytes=sum(chunk.nbytes for chunk in manifest.chunks),
+            nbytes=manifest.total_bytes,
             parity=parity,
         )
 

@@ -29,25 +29,37 @@ class Bucket:
 
 
 @dataclass(frozen=True, eq=False)
-class Packing:
-    """How a packed row of N tokens maps to padded buckets of P ≥ N slots in all.
+class Moves:
+    """From N packed tokens to P padded slots and back.
 
     `slots` int64 [N]: the slot of each token; `sources` int64 [P]: the token of each slot, some
     token of the row for padding; `padding` bool [P, 1, 1], None where nothing is padded.
-    `slots` is None where padded and packed order are the same, so that nothing has to move.
     """
 
-    buckets: tuple[Bucket, ...]
-    slots: Tensor | None
-    sources: Tensor | None
+    slots: Tensor
+    sources: Tensor
     padding: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """How a packed row maps to padded buckets, one after the other; `moves` is None where packed
+    and padded order are the same."""
+
+    buckets: tuple[Bucket, ...]
+    moves: Moves | None
+
+    @property
+    def slot_count(self) -> int:
+        """P: tokens that attention computes, padding included."""
+        return sum(bucket.rows * bucket.width for bucket in self.buckets)
 
 
 def make_packing(lengths: np.ndarray, device: torch.device | None = None) -> Packing:
     """Index tensors for a row of sequences with these lengths (int64 [S], each ≥ 1)."""
     if (lengths == lengths[0]).all():
         bucket = Bucket(len(lengths), int(lengths[0]), {})
-        return Packing((bucket,), None, None, None)
+        return Packing((bucket,), None)
     starts = np.cumsum(lengths) - lengths
     slots = np.empty(int(lengths.sum()), np.int64)
     buckets = []
@@ -63,46 +75,46 @@ def make_packing(lengths: np.ndarray, device: torch.device | None = None) -> Pac
     sources[slots] = np.arange(len(slots))
     padding = sources < 0
     sources[padding] = 0
-    return Packing(
-        tuple(buckets),
+    moves = Moves(
         torch.from_numpy(slots).to(device),
         torch.from_numpy(sources).to(device),
         torch.from_numpy(padding)[:, None, None].to(device) if padding.any() else None,
     )
+    return Packing(tuple(buckets), moves)
 
 
 class _ToSlots(torch.autograd.Function):
     """[N, H, D] → [P, H, D]. Padding repeats a token and gets no gradient: nothing reads it."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, packing: Packing) -> Tensor:
-        ctx.packing = packing
-        return tokens.index_select(0, packing.sources)
+    def forward(ctx: Any, tokens: Tensor, moves: Moves) -> Tensor:
+        ctx.moves = moves
+        return tokens.index_select(0, moves.sources)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         # Each token has one slot, so that the gradient is a gather rather than a slow index_add.
-        return grad.index_select(0, ctx.packing.slots), None
+        return grad.index_select(0, ctx.moves.slots), None
 
 
 class _FromSlots(torch.autograd.Function):
     """[P, H, D] → [N, H, D]; padding is dropped and gets a zero gradient."""
 
     @staticmethod
-    def forward(ctx: Any, padded: Tensor, packing: Packing) -> Tensor:
-        ctx.packing = packing
-        return padded.index_select(0, packing.slots)
+    def forward(ctx: Any, padded: Tensor, moves: Moves) -> Tensor:
+        ctx.moves = moves
+        return padded.index_select(0, moves.slots)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        padded = grad.index_select(0, ctx.packing.sources)
-        if ctx.packing.padding is not None:
-            padded.masked_fill_(ctx.packing.padding, 0.0)
+        padded = grad.index_select(0, ctx.moves.sources)
+        if ctx.moves.padding is not None:
+            padded.masked_fill_(ctx.moves.padding, 0.0)
         return padded, None
 
 
 def _sliding_mask(bucket: Bucket, window: int, device: torch.device) -> Tensor:
-    """bool [W, W], true where a query may look: itself and the window − 1 tokens before it."""
+    """bool [W, W], true where a query may look: itself and the window - 1 tokens before it."""
     if window not in bucket.masks:
         position = torch.arange(bucket.width, device=device)
         distance = position[:, None] - position[None, :]
@@ -153,14 +165,14 @@ def packed_attention(
     if query.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
         query, key, value = query.float(), key.float(), value.float()
     rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    if packing.slots is not None:
-        rows = [_ToSlots.apply(x, packing) for x in rows]
+    if packing.moves is not None:
+        rows = [_ToSlots.apply(x, packing.moves) for x in rows]
     sizes = [bucket.rows * bucket.width for bucket in packing.buckets]
     parts = zip(packing.buckets, *(x.split(sizes) for x in rows), strict=True)
     outputs = [_attend(q, k, v, bucket, scaling, sliding_window) for bucket, q, k, v in parts]
     output = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    if packing.slots is not None:
-        output = _FromSlots.apply(output, packing)
+    if packing.moves is not None:
+        output = _FromSlots.apply(output, packing.moves)
     return output.unsqueeze(0).to(dtype), None
 
 

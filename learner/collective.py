@@ -41,10 +41,20 @@ class Collective:
         return values
 
 
+def open_store(ip: str, timeout_s: float) -> dist.TCPStore:
+    """The store at which ranks meet, on a free port of this address: `host` and `port` say where.
+    The process that opens it serves it for as long as it keeps the object."""
+    return dist.TCPStore(
+        ip, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+
+
 def join(
-    rank: int, world: int, address: str, node_ip: str, backend: str, timeout_s: float
+    rank: int, world: int, store: dist.TCPStore | str, node_ip: str, backend: str, timeout_s: float
 ) -> tuple[Collective, DeviceMesh]:
-    """Form the group that meets at `address` (host:port, bound by rank 0) and a mesh over it.
+    """Form the group that meets at `store` (the object in the process that opened it, host:port
+    in the others) and a mesh over it. `node_ip` is an address of this machine that the others
+    reach.
 
     Raises what torch raises when not every rank has come within `timeout_s`; the same time bounds
     each later collective.
@@ -57,12 +67,16 @@ def join(
     for variable in ("GLOO_SOCKET_IFNAME", *(("NCCL_SOCKET_IFNAME",) if on_gpu else ())):
         if interface := interface_of(node_ip):
             os.environ.setdefault(variable, interface)
+    timeout = timedelta(seconds=timeout_s)
+    if isinstance(store, str):
+        host, _, port = store.rpartition(":")
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{address}",
+        store=store,
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     return Collective(rank, world, device), init_device_mesh(device.type, (world,))
@@ -80,10 +94,3 @@ def interface_of(ip: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == ip:
                 return name
     return None
-
-
-def free_port(ip: str) -> int:
-    """A TCP port that was free on this address a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((ip, 0))
-        return int(probe.getsockname()[1])

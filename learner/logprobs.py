@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [C, E] × weight [V, E] → logits [C, V] in float32 at least."""
+    """hidden [C, E] and weight [V, E] → logits [C, V] in float32 at least."""
     if hidden.dtype in (torch.bfloat16, torch.float16) and hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     logits = torch.mm(hidden, weight.t())
@@ -49,7 +49,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        """d log p_y = onehot_y − p; d entropy = −p (log p + entropy); both divided by T."""
+        """d log p_y = onehot_y - p; d entropy = -p (log p + entropy); both divided by T."""
         hidden, weight, targets, inverse_temperature, entropy, log_sum = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=log_sum.dtype)

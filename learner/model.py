@@ -41,6 +41,8 @@ class Policy(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        # A tuple: the layers are registered in `model` already.
+        self.layers = _decoder_layers(model)
 
     def forward(self, row: PackedRow, head: Head) -> Any:
         """head(hidden states at `row.predictors` [M, E], output weight [V, E]).
@@ -119,7 +121,7 @@ def shard(model: PreTrainedModel, config: LearnerConfig, mesh: DeviceMesh) -> Po
         reduce_dtype=getattr(torch, config.reduce_dtype),
         cast_forward_inputs=False,
     )
-    for layer in decoder_layers(model):
+    for layer in policy.layers:
         if config.activation_checkpointing:
             # Inside FSDP's hooks, so that recomputation finds the parameters gathered.
             layer.forward = functools.partial(
@@ -130,10 +132,10 @@ def shard(model: PreTrainedModel, config: LearnerConfig, mesh: DeviceMesh) -> Po
     return policy
 
 
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks of the model, in order."""
+def _decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """The repeated blocks of a model that is not sharded yet, in order."""
     names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = tuple(module for module in model.modules() if type(module).__name__ in names)
     if not layers:
         raise ModelError(f"{type(model).__name__} does not say which of its modules are layers")
     return layers

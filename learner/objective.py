@@ -120,31 +120,38 @@ def evaluate(
     """
     _check(config, logprobs, batch)
     current = _at_least_float32(logprobs)
+    behavior = batch.behavior_logprobs.detach().to(current.dtype)
     lengths = sample_lengths(batch.mask, batch.sample_index, batch.num_samples, current.dtype)
     stale = _stale_tokens(config, batch)
     live = batch.mask & ~stale
     current = current.masked_fill(~live, 0.0)
 
-    mismatch = movement = None
+    log_ratios: dict[str, Tensor] = {}
     if batch.old_logprobs is not None:
         old = batch.old_logprobs.detach().to(current.dtype).masked_fill(~live, 0.0)
-        movement = current - old
-        mismatch = (old - batch.behavior_logprobs.detach()).masked_fill(~live, 0.0)
-    statistics = MismatchStatistics(
-        torch.zeros_like(current.detach()) if mismatch is None else mismatch,
-        batch.sample_index,
-        lengths,
-    )
+        log_ratios["movement"] = current - old
+        log_ratios["mismatch"] = (old - behavior).masked_fill(~live, 0.0)
+    mismatch = log_ratios.get("mismatch", torch.zeros_like(behavior))
+    statistics = MismatchStatistics(mismatch, batch.sample_index, lengths)
     policy = _policy_mask(config, batch, stale, statistics)
     weights, capped = importance_weights(config.correction, statistics, policy.kept)
     advantages = batch.advantages.detach().to(current.dtype).masked_fill(~policy.kept, 0.0)
-    shaped = _surrogate(config, batch, current, movement, policy, advantages, lengths)
+    if config.ratio.anchor == "behavior":
+        log_ratio = (current - behavior).masked_fill(~live, 0.0)
+    else:
+        log_ratio = log_ratios["movement"]
+    if config.ratio.unit != "token":
+        pure = config.ratio.unit == "sequence_pure"
+        log_ratio = sequence_log_ratio(log_ratio, current, batch.sample_index, lengths, pure=pure)
+    # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
+    log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
+    shaped = surrogate(config.clip, log_ratio, current, advantages)
 
     terms = shaped.value if weights is None else shaped.value * weights
     if config.entropy_bonus and batch.entropy is not None:
         terms = terms + config.entropy_bonus * batch.entropy.masked_fill(~policy.kept, 0.0)
     loss = -_aggregate(config.aggregation, terms, batch, lengths, normalizer)
-    metrics = _metrics(loss, batch, policy, shaped, lengths, movement, mismatch, weights, capped)
+    metrics = _metrics(loss, batch, policy, shaped, lengths, log_ratios, weights, capped)
     return ObjectiveOutput(loss, metrics, policy.fates)
 
 
@@ -202,28 +209,6 @@ def _policy_mask(
     return _PolicyMask(live, kept, fates)
 
 
-def _surrogate(
-    config: ObjectiveConfig,
-    batch: TokenBatch,
-    current: Tensor,
-    movement: Tensor | None,
-    policy: _PolicyMask,
-    advantages: Tensor,
-    lengths: Tensor,
-) -> Surrogate:
-    if config.ratio.anchor == "behavior":
-        log_ratio = (current - batch.behavior_logprobs.detach()).masked_fill(~policy.live, 0.0)
-    else:
-        assert movement is not None
-        log_ratio = movement
-    if config.ratio.unit != "token":
-        pure = config.ratio.unit == "sequence_pure"
-        log_ratio = sequence_log_ratio(log_ratio, current, batch.sample_index, lengths, pure=pure)
-    # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
-    log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
-    return surrogate(config.clip, log_ratio, current, advantages)
-
-
 def _aggregate(
     aggregation: AggregationConfig,
     terms: Tensor,
@@ -250,8 +235,7 @@ def _metrics(
     policy: _PolicyMask,
     shaped: Surrogate,
     lengths: Tensor,
-    movement: Tensor | None,
-    mismatch: Tensor | None,
+    log_ratios: Mapping[str, Tensor],
     weights: Tensor | None,
     capped: Tensor | None,
 ) -> Metrics:
@@ -278,11 +262,10 @@ def _metrics(
         lag = batch.version_lag.masked_fill(~policy.kept, 0)
         sums |= {"lag": lag.sum(), "lag_tokens": trained}
         maxima["lag"] = largest(lag)
-    for part, log_ratio in (("movement", movement), ("mismatch", mismatch)):
-        if log_ratio is not None:
-            fixed = log_ratio.detach()
-            sums |= log_ratio_sums(part, fixed, policy.live)
-            maxima[f"{part}/abs"] = largest(fixed)
+    for part, log_ratio in log_ratios.items():
+        fixed = log_ratio.detach()
+        sums |= log_ratio_sums(part, fixed, policy.live)
+        maxima[f"{part}/abs"] = largest(fixed)
     return Metrics.pack(sums, maxima, loss.device)
 
 

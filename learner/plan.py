@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from actors.trajectory import FinishReason
 from learner.advantages import group_advantages, trainable_samples
 from learner.batch import SampleFate, StepRequest
 from learner.objective_config import ObjectiveConfig
 from learner.packing import Plan, plan_micro_batches
-from learner.rewards import CUT_OFF, shaped_rewards
+from learner.rewards import shaped_rewards
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +55,7 @@ def plan_batch(
     rewards = shaped_rewards(
         [reward for group in groups for reward in group.rewards],
         lengths,
-        [CUT_OFF if cut else "stop" for cut in truncated],
+        [FinishReason.LENGTH if cut else FinishReason.STOP for cut in truncated],
         objective,
         max_response_tokens,
     )

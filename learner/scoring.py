@@ -44,9 +44,11 @@ class Scorer:
         update is scored once per version in it, up to the last token of that version.
         """
         scores = np.full(len(rows.behavior), np.nan, np.float32)
+        if not versions:
+            return scores
         jobs = {v: _Job(rows, samples, v, self._token_budget) for v in versions}
-        counts = torch.tensor([len(job) for job in jobs.values()], device=self._ranks.device)
-        counts = dict(zip(versions, self._ranks.max(counts).tolist(), strict=True))
+        own = torch.tensor([len(job) for job in jobs.values()], device=self._ranks.device)
+        counts = dict(zip(versions, self._ranks.max(own).tolist(), strict=True))
         with self._policy.scoring(), self._store.borrowed() as load:
             for version in sorted(versions, key=lambda version: version != current):
                 if counts[version] and version != current:

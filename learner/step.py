@@ -4,10 +4,9 @@ Knows no Ray: trajectory batches come through the `fetch` callable it is given. 
 changes the weights on every rank or on none.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,49 +21,58 @@ from learner.config import LearnerConfig
 from learner.model import Policy
 from learner.objective import Normalizer, TokenBatch, TokenFate, evaluate, fate_counts
 from learner.objective_config import ObjectiveConfig
-from learner.objective_metrics import Metrics
+from learner.objective_metrics import SUMS, Metrics
 from learner.optimizer import Optimizer
-from learner.packing import ragged_index
 from learner.plan import BatchPlan, left_out_fates, plan_batch
-from learner.rows import Rows, pack, read_rows
+from learner.rows import Rows, dummy_row, pack, read_rows, response_index
 from learner.scoring import Scorer
 from learner.versions import VersionStore
 
 Fetch = Callable[[Sequence[Any]], Sequence[pa.RecordBatch]]
+"""References of a request to their record batches, in order."""
 
-_MASK_REASONS = {fate: fate.name.lower() for fate in TokenFate if fate > TokenFate.TRAINED} | {
-    TokenFate.OUTSIDE: "tool"
-}
+_TRAINED = SUMS.index("trained_tokens")
+_REASONS = {fate: fate.name.lower() for fate in TokenFate} | {TokenFate.OUTSIDE: "tool"}
 
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """This rank's rows; `row_of` maps a sample's number in the batch to its row."""
+    """This rank's part of a batch. `row_of` maps a sample's number in the batch to its row; `lags`
+    int64 and `old` float32 (None: not needed) are flat over the rows' response tokens."""
 
     plan: BatchPlan
     rows: Rows
     row_of: dict[int, int]
+    lags: np.ndarray
     old: np.ndarray | None
-    version: int
+    counts: list[Normalizer]
 
 
 @dataclass(eq=False)
 class _Tally:
-    """What a rank counts during a step."""
+    """What this rank counts during a batch step."""
 
     metrics: Metrics
     lags: Tensor
     fates: list[SampleFate] = field(default_factory=list)
     input_tokens: int = 0
     attention_slots: int = 0
-    grad_norm: float = 0.0
-    applied: int = 0
+    norms: list[float] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Part:
+    """What this rank accumulates over the micro-batches of one optimizer step."""
+
+    metrics: Metrics
+    lags: Tensor
+    loss: Tensor
+    fates: list[tuple[np.ndarray, Tensor]] = field(default_factory=list)
 
 
 class Trainer:
-    """Trains a policy on batches of groups, `objective` having the run's bounds filled in."""
+    """Trains a policy on batches of groups; `objective` has the run's bounds filled in."""
 
     def __init__(
         self,
@@ -73,13 +81,14 @@ class Trainer:
         store: VersionStore,
         scorer: Scorer,
         ranks: Collective,
+        *,
         config: LearnerConfig,
         objective: ObjectiveConfig,
         max_response_tokens: int,
         fetch: Fetch,
     ) -> None:
         if objective.max_staleness is None:
-            raise ValueError("the objective has no max_staleness; fill it in with for_run")
+            raise ValueError("the objective has no max_staleness: fill it in with for_run")
         self._policy = policy
         self._optimizer = optimizer
         self._store = store
@@ -94,13 +103,9 @@ class Trainer:
     def step(self, request: StepRequest) -> StepResult:
         """Train on the batch of `request`.
 
-        Raises TrajectoryError or ValueError when rows break the contract or disagree with the
-        request: then no rank's weights have changed, but ranks may be out of step.
+        Raises TrajectoryError or ValueError when rows break the contract or contradict the
+        request, RuntimeError on the ranks that can read theirs: nothing has changed then.
         """
-        tally = _Tally(
-            Metrics.zeros(self._ranks.device),
-            torch.zeros(self._max_staleness + 1, dtype=torch.float64, device=self._ranks.device),
-        )
         clock = time.perf_counter
         started = clock()
         plan = plan_batch(
@@ -111,36 +116,224 @@ class Trainer:
             optimizer_steps=self._config.optimizer_steps_per_batch,
             max_response_tokens=self._max_response_tokens,
         )
-        rows, row_of = self._read_own_rows(request, plan)
+        rows, row_of, counts = self._gather_work(request, plan)
         fetched = clock()
-        old = self._old_logprobs(rows, request.version)
+        old, lags = self._old_logprobs(rows, request.version)
         scored = clock()
+        work = _Work(plan, rows, row_of, lags, old, counts)
         lr = self._optimizer.begin_batch()
-        work = _Work(plan, rows, row_of, old, request.version)
+        tally = _Tally(*self._zero_counts())
         for number in range(len(plan.optimizer_steps)):
-            self._optimizer_step(work, number, tally)
-        tally.seconds = {
+            self._optimizer_step(work, number, request.version, tally)
+        if self._ranks.rank == 0:
+            tally.fates += left_out_fates(request, plan)
+        seconds = {
             "fetch_s": fetched - started,
             "score_s": scored - fetched,
             "train_s": clock() - scored,
         }
-        if self._ranks.rank == 0:
-            tally.fates += left_out_fates(request, plan)
-        return self._result(request, tally, lr)
+        return self._result(request.version, tally, seconds, lr)
 
-    def _read_own_rows(
+    def _gather_work(
         self, request: StepRequest, plan: BatchPlan
-    ) -> tuple[Rows, dict[int, int]]:
+    ) -> tuple[Rows, dict[int, int], list[Normalizer]]:
+        """This rank's rows, and the counts of the whole batch per optimizer step."""
+        error: Exception | None = None
+        shares = torch.zeros(1 + 2 * len(plan.optimizer_steps), dtype=torch.float64)
+        try:
+            rows, row_of = self._read_own_rows(request, plan)
+        except Exception as caught:
+            error, shares[0] = caught, 1.0
+        else:
+            shares[1:] = torch.from_numpy(self._own_counts(plan, rows, row_of))
+        failed, *counts = self._ranks.sum(shares.to(self._ranks.device)).tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError("another learner rank could not read its rows")
+        pairs = zip(counts[::2], counts[1::2], strict=True)
+        return rows, row_of, [Normalizer(tokens, samples) for tokens, samples in pairs]
+
+    def _read_own_rows(self, request: StepRequest, plan: BatchPlan) -> tuple[Rows, dict[int, int]]:
         own = plan.own_samples(self._ranks.rank)
         needed = sorted({int(plan.group_of[index]) for index in own})
         entries = [request.groups[number] for number in needed]
         batches = self._fetch([entry.ref for entry in entries])
         for entry, batch in zip(entries, batches, strict=True):
-            _check_group(entry, batch, request.version)
+            _check_group(entry, batch)
         sizes = [batch.num_rows for batch in batches]
         first = dict(zip(needed, np.cumsum([0, *sizes]).tolist(), strict=False))
-        row_of = {i: first[int(plan.group_of[i])] + int(plan.row_of[i]) for i in own}
-        return read_rows(batches), row_of
+        rows = read_rows(batches)
+        if rows.versions.size and rows.versions.max() > request.version:
+            raise ValueError(
+                f"a token was sampled by version {rows.versions.max()}, "
+                f"but the learner is at version {request.version}"
+            )
+        return rows, {i: first[int(plan.group_of[i])] + int(plan.row_of[i]) for i in own}
 
-    def _old_logprobs(self, rows: Rows, version: int, own: np.ndarray | None = None) -> Any:
-        raise NotImplementedError
+    def _own_counts(self, plan: BatchPlan, rows: Rows, row_of: dict[int, int]) -> np.ndarray:
+        """(tokens, samples) in the data mask of each optimizer step, flattened."""
+        before = np.concatenate([np.zeros(1), np.cumsum(rows.mask)])
+        per_row = before[rows.response_starts[1:]] - before[rows.response_starts[:-1]]
+        counts = []
+        for micro_batches in plan.optimizer_steps:
+            own = [row_of[i] for batch in micro_batches[self._ranks.rank] for i in batch]
+            counts += [per_row[own].sum(), (per_row[own] > 0).sum()]
+        return np.array(counts, np.float64)
+
+    def _old_logprobs(self, rows: Rows, current: int) -> tuple[np.ndarray | None, np.ndarray]:
+        """p and lag of each response token. NaN where p is the current log-probability itself; a
+        token whose version is no longer kept gets a lag that makes it stale."""
+        lags = current - rows.versions
+        if not self._objective.needs_old:
+            return None, lags
+        several = self._config.optimizer_steps_per_batch > 1
+        if self._objective.ratio.anchor == "step_start":
+            rows = replace(rows, versions=np.full_like(rows.versions, current))
+            return self._score(rows, current, [current] if several else []), lags
+        kept = [v for v in self._store.versions if v >= current - self._max_staleness]
+        old = self._score(rows, current, kept + [current] * several)
+        unknown = np.isnan(old) & (lags > 0)
+        return old, np.where(unknown, np.maximum(lags, self._max_staleness + 1), lags)
+
+    def _score(self, rows: Rows, current: int, versions: list[int]) -> np.ndarray:
+        everyone = np.flatnonzero(rows.response_lengths)
+        return self._scorer.by_version(rows, everyone, current, versions)
+
+    def _optimizer_step(self, work: _Work, number: int, version: int, tally: _Tally) -> None:
+        part = _Part(*self._zero_counts(), torch.zeros((), device=self._ranks.device))
+        for samples in work.plan.optimizer_steps[number][self._ranks.rank]:
+            rows = np.array([work.row_of[index] for index in samples], np.int64)
+            self._micro_batch(work, np.array(samples, np.int64), rows, number, part, tally)
+        trained = part.metrics.sums[_TRAINED]
+        norm, tokens, finite = self._optimizer.total_norm(part.loss, trained)
+        reason = "non-finite" if not finite else "" if tokens and norm else "empty"
+        if reason:
+            self._optimizer.discard()
+            tally.skipped.append(reason)
+        else:
+            self._store.keep(version)
+            self._optimizer.apply(norm)
+            tally.norms.append(norm)
+            tally.lags += part.lags
+        if finite:
+            tally.metrics += part.metrics
+        for rows, counts in part.fates:
+            names = [work.rows.sample_ids[row] for row in rows]
+            tally.fates += _fates(names, counts.tolist(), skipped=bool(reason))
+
+    def _micro_batch(
+        self,
+        work: _Work,
+        samples: np.ndarray,
+        members: np.ndarray,
+        number: int,
+        part: _Part,
+        tally: _Tally,
+    ) -> None:
+        """Forward and backward of some samples (none: only the collectives of both)."""
+        device = self._ranks.device
+        chunk = self._config.logprob_chunk_tokens
+        if not len(samples):
+            logprobs, _ = self._policy.logprobs(dummy_row(device), chunk)
+            logprobs.sum().backward()
+            return
+        row = pack(work.rows, members, device)
+        index = response_index(work.rows, members)
+        logprobs, entropy = self._policy.logprobs(row, chunk)
+        old = None
+        if work.old is not None:
+            scored = torch.from_numpy(work.old[index]).to(device)
+            old = torch.where(torch.isnan(scored), logprobs.detach(), scored)
+        lag = torch.from_numpy(work.lags[index]).to(device)
+        batch = TokenBatch(
+            sample_index=row.sample_index,
+            mask=torch.from_numpy(work.rows.mask[index]).to(device),
+            behavior_logprobs=torch.from_numpy(work.rows.behavior[index]).to(device),
+            old_logprobs=old,
+            advantages=torch.from_numpy(work.plan.advantages[samples]).to(device)[row.sample_index],
+            num_samples=row.num_samples,
+            entropy=entropy if self._objective.entropy_bonus else entropy.detach(),
+            version_lag=lag,
+        )
+        output = evaluate(self._objective, logprobs, batch, work.counts[number])
+        # FSDP averages gradients over ranks; the loss is a share of one sum.
+        (output.loss * self._ranks.world).backward()
+        part.loss += output.loss.detach()
+        part.metrics += output.metrics
+        trained = output.fates == int(TokenFate.TRAINED)
+        part.lags += torch.bincount(lag[trained], minlength=len(part.lags))
+        part.fates.append((members, fate_counts(output.fates, row.sample_index, row.num_samples)))
+        tally.input_tokens += len(row.input_ids)
+        tally.attention_slots += row.packing.slot_count
+
+    def _zero_counts(self) -> tuple[Metrics, Tensor]:
+        device = self._ranks.device
+        lags = torch.zeros(self._max_staleness + 1, dtype=torch.int64, device=device)
+        return Metrics.zeros(device), lags
+
+    def _result(
+        self, version: int, tally: _Tally, seconds: dict[str, float], lr: float
+    ) -> StepResult:
+        metrics = self._merged_metrics(tally, seconds)
+        applied = len(tally.norms)
+        metrics |= {
+            "lr": lr,
+            "optimizer_steps": float(applied),
+            "skipped_optimizer_steps": float(len(tally.skipped)),
+        }
+        if applied:
+            metrics["grad_norm"] = sum(tally.norms) / applied
+            metrics["loss"] /= applied
+        reason = "" if applied else max(tally.skipped)
+        return StepResult(
+            bool(applied), version + bool(applied), reason, metrics, tuple(tally.fates)
+        )
+
+    def _merged_metrics(self, tally: _Tally, seconds: dict[str, float]) -> dict[str, float]:
+        """Totals over ranks: one all-reduce of sums, one of maxima."""
+        device = self._ranks.device
+        work = [float(tally.input_tokens), float(tally.attention_slots)]
+        own = torch.tensor(work, dtype=torch.float64, device=device)
+        times = torch.tensor(list(seconds.values()), dtype=torch.float64, device=device)
+        local = tally.metrics
+        sums = self._ranks.sum(torch.cat([local.sums, tally.lags.double(), own]))
+        maxima = self._ranks.max(torch.cat([local.maxima, times]))
+        metrics = Metrics(sums[: len(local.sums)], maxima[: len(local.maxima)]).finalise()
+        *lags, input_tokens, slots = sums[len(local.sums) :].tolist()
+        metrics |= {f"staleness_tokens/{lag}": count for lag, count in enumerate(lags)}
+        metrics |= {"input_tokens": input_tokens, "attention_slots": slots}
+        slowest = maxima[len(local.maxima) :].tolist()
+        return metrics | dict(zip(seconds, slowest, strict=True))
+
+
+def _check_group(entry: GroupEntry, batch: pa.RecordBatch) -> None:
+    """Raises TrajectoryError where the rows break the contract or contradict the request."""
+    trajectory.validate(batch, verdicts=True)
+    if tuple(batch.column("sample_id").to_pylist()) != entry.sample_ids:
+        rule = f"the rows of group {entry.group_id} are not the samples that the request names"
+        raise trajectory.TrajectoryError("(batch)", "sample_id", rule)
+    for column, expected in (
+        ("prompt_ids", (entry.prompt_tokens,) * batch.num_rows),
+        ("response_ids", entry.response_tokens),
+    ):
+        lengths = tuple(np.diff(trajectory.tokens(batch, column)[1]).tolist())
+        if lengths != expected:
+            row = next(
+                i
+                for i, pair in enumerate(zip(lengths, expected, strict=True))
+                if len(set(pair)) > 1
+            )
+            rule = f"{lengths[row]} tokens, but the request says {expected[row]}"
+            raise trajectory.TrajectoryError(entry.sample_ids[row], column, rule)
+
+
+def _fates(names: list[str], counts: list[list[int]], *, skipped: bool) -> list[SampleFate]:
+    fates = []
+    for name, row in zip(names, counts, strict=True):
+        masked = {_REASONS[TokenFate(fate)]: n for fate, n in enumerate(row) if n}
+        trained = masked.pop("trained", 0)
+        if skipped and trained:
+            masked["skipped"], trained = trained, 0
+        fates.append(SampleFate(name, trained, masked))
+    return fates

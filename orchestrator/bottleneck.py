@@ -64,7 +64,7 @@ class Bottleneck:
         return f"{self.stage.words} ({self.evidence})"
 
 
-def find_bottleneck(phase_seconds: Mapping[str, float], gauges: FlowGauges) -> Bottleneck:
+def find_bottleneck(phase_seconds: Mapping[Phase, float], gauges: FlowGauges) -> Bottleneck:
     """Name what took the largest share of the training loop's time.
 
     Where the loop worked, that is the learner or the publication of weights. Where it waited for
@@ -84,7 +84,7 @@ def find_bottleneck(phase_seconds: Mapping[str, float], gauges: FlowGauges) -> B
     return _awaited(waited, gauges)
 
 
-def _busiest(shares: Mapping[str, float], busy: float) -> str:
+def _busiest(shares: Mapping[Phase, float], busy: float) -> str:
     others = (Phase.WAIT_FOR_GROUPS, Phase.PUBLISH)
     own = {name: share for name, share in shares.items() if name not in others}
     name = max(own, key=lambda phase: own[phase])

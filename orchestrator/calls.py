@@ -25,7 +25,7 @@ async def within(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
         if task.done() and not task.cancelled():
             raise  # the remote side raised a TimeoutError of its own
         raise DeadlineExceeded(
-            f"{what} did not answer within {timeout_s:.0f} s. "
+            f"{what} did not answer within {timeout_s:g} s. "
             "Look at its log in the run's logs folder; raise the time limit if it was only slow."
         ) from error
 

@@ -5,7 +5,6 @@ state. Both become visible together or not at all.
 """
 
 from pathlib import Path
-from typing import Any
 
 from learner.group import LearnerGroup
 from orchestrator.config import CheckpointConfig
@@ -32,11 +31,11 @@ class Checkpointing:
         """Write the checkpoint of the flow's current step; older ones beyond `keep` go."""
         path = self._directory.checkpoint(self._flow.step)
         await self._learner.save(
-            path, extra=self._flow.state(), keep=self._config.keep, export=self._config.export
+            str(path), self._flow.state(), keep=self._config.keep, export=self._config.export
         )
         return path
 
     async def load(self, path: Path) -> None:
         """Put learner and flow where they were when `path` was saved."""
-        extra: dict[str, Any] = await self._learner.load(path)
-        self._flow.restore(extra)
+        state = await self._learner.load(str(path))
+        self._flow.restore(state.extra)

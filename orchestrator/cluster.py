@@ -14,14 +14,12 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.trajectory import TrajectoryMeta
-from actors.worker import RolloutWorker
+from actors.worker import MAX_CONCURRENCY, RolloutWorker
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
 from orchestrator.store import TrajectoryStore
 from verifiers.worker import VerifierWorker
 
-GENERATE_CALLS = 64
-CONTROL_CALLS = 8
 VERIFY_CALLS = 64
 
 
@@ -34,14 +32,14 @@ def connect(config: RunConfig) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         else:
             ray.init(
                 address="local",
                 num_cpus=max(os.cpu_count() or 1, math.ceil(cpus_needed(config))),
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
     except Exception as error:
         where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a local Ray"
@@ -93,15 +91,14 @@ def rollout_spawner(
 ) -> Callable[[str], Any]:
     """A function that creates the rollout worker actor of a given name."""
     rollout = config.rollout
-    actor_class = ray.remote(
-        concurrency_groups={"generate": GENERATE_CALLS, "control": CONTROL_CALLS}
-    )(RolloutWorker)
+    actor_class = ray.remote(RolloutWorker)
 
     def spawn(name: str) -> Any:
         return actor_class.options(
             num_cpus=rollout.cpus,
             num_gpus=rollout.gpus,
             resources=rollout.resources or None,
+            max_concurrency=MAX_CONCURRENCY,
             max_restarts=0,
         ).remote(
             name,

@@ -208,10 +208,6 @@ class SupervisionConfig(Table):
     max_untrained_batches: Annotated[int, Field(ge=1)] = 50
     """Batches' worth of groups that may leave one after another, failed or with nothing to
     teach, before the run gives up."""
-    attempts: Annotated[int, Field(ge=1)] = 3
-    """Times a group is tried before its task counts as failed."""
-    max_untrained_batches: Annotated[int, Field(ge=1)] = 10
-    """Batches' worth of groups that may leave in a row without training anything."""
     no_progress_timeout_s: Annotated[float, Field(gt=0)] = 900.0
     """A run in which nothing at all moves for so long ends; one step has to fit."""
 

@@ -48,7 +48,7 @@ _FORMS = {"share": ".1%", "count": ",.0f", "seconds": ",.1f", "rate": ",.2f", "s
 
 def summary_table(summary: Mapping[str, Any], *, title: str) -> Table:
     """The result as a table: the known figures of summary.json that are there."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=Text(title), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for key, label, kind in SUMMARY_ROWS:

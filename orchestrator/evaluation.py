@@ -97,7 +97,7 @@ class Evaluation:
             attempt=0,
             seed=None,
         )
-        stream = worker.actor.generate.options(num_returns="streaming").remote([request])
+        stream = worker.actor.generate.remote([request])
         try:
             receipt: GroupReceipt = await (await anext(stream))
             if not receipt.ok:

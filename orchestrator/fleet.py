@@ -88,6 +88,7 @@ class Fleet:
         start: Callable[[Any], Awaitable[Any]],
         *,
         changed: Signal,
+        tell: Callable[[str], None],
         restarts_per_hour: int,
         progress_timeout_s: float,
     ) -> None:
@@ -95,6 +96,7 @@ class Fleet:
         self._spawn = spawn
         self._start = start
         self._changed = changed
+        self._tell = tell
         self._budget = RestartBudget(restarts_per_hour)
         self._progress_timeout_s = progress_timeout_s
         self._lost: asyncio.Queue[tuple[Worker, str]] = asyncio.Queue()
@@ -129,6 +131,7 @@ class Fleet:
             self._forget(worker)
             raise RunError(f"{name} did not start: {root_cause(error)}") from error
         worker.state = WorkerState.READY
+        self._say(f"{name} is ready{_process(worker.info)}")
         worker.progress_changed_at = time.monotonic()
         self.on_ready(worker)
         self._changed.notify()
@@ -138,14 +141,14 @@ class Fleet:
         """Called by whoever sees a worker fail; idempotent, returns at once."""
         if worker.state is WorkerState.DEAD:
             return
-        logger.warning("%s is lost: %s", worker.name, cause)
+        self._say(f"{worker.name} is lost: {cause}")
         self._forget(worker)
         self._lost.put_nowait((worker, cause))
         self._changed.notify()
 
     def quarantine(self, worker: Worker, cause: str) -> None:
         """Take a worker out of dispatch for good; ends the run when no other is left."""
-        logger.error("%s is quarantined: %s", worker.name, cause)
+        self._say(f"{worker.name} is quarantined: {cause}")
         worker.state = WorkerState.QUARANTINED
         if not self.count(WorkerState.READY) and not self.count(WorkerState.STARTING):
             raise RunError(
@@ -199,6 +202,10 @@ class Fleet:
                 f"for {self._progress_timeout_s:.0f} s",
             )
 
+    def _say(self, text: str) -> None:
+        logger.info(text)
+        self._tell(text)
+
     def _forget(self, worker: Worker) -> None:
         worker.state = WorkerState.DEAD
         self.workers.pop(worker.name, None)
@@ -214,6 +221,11 @@ class Fleet:
         with contextlib.suppress(RayError, DeadlineExceeded):
             await within(worker.actor.close.remote(), CLOSE_TIMEOUT_S, f"{worker.name} (close)")
         self._forget(worker)
+
+
+def _process(info: Any) -> str:
+    pid = getattr(info, "pid", None)
+    return f" (pid {pid})" if pid else ""
 
 
 def root_cause(error: BaseException) -> str:

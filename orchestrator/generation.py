@@ -25,13 +25,15 @@ class Generation:
         fleet: Fleet,
         sync: WeightSync,
         groups_per_call: int,
-        on_group: Callable[[Lease, Any], Any],
+        on_group: Callable[[Lease, Any], None],
+        on_tokens: Callable[[int], None],
     ) -> None:
         self._flow = flow
         self._fleet = fleet
         self._sync = sync
         self._groups_per_call = groups_per_call
         self._on_group = on_group
+        self._on_tokens = on_tokens
         self._calls: set[asyncio.Task] = set()
         self.accepting = False
 
@@ -70,9 +72,7 @@ class Generation:
     async def _collect(self, worker: Worker, leases: list[Lease]) -> None:
         """One streaming call: receipts and groups in completion order, losses given back."""
         open_leases = {lease.group_id: lease for lease in leases}
-        stream = worker.actor.generate.options(num_returns="streaming").remote(
-            [_request(lease) for lease in leases]
-        )
+        stream = worker.actor.generate.remote([_request(lease) for lease in leases])
         reason = "the worker ended its answer early"
         try:
             async for receipt_ref in stream:
@@ -82,6 +82,7 @@ class Generation:
                 if receipt.ok:
                     batch_ref = await anext(stream)
                     self._flow.generated(lease, receipt)
+                    self._on_tokens(sum(receipt.response_tokens))
                     self._on_group(lease, batch_ref)
                 else:
                     self._flow.attempt_failed(lease, "generation_failed", receipt.error)

@@ -22,12 +22,32 @@ from orchestrator.records import StepRecord
 
 if TYPE_CHECKING:
     from actors.worker import SyncReport
+
 ROLES: Final = ("rollout", "verifier", "learner")
 WORKER_STATES: Final = ("starting", "ready", "quarantined", "dead")
 SAMPLE_FATES: Final = ("generated", "trained", "masked", "dropped", "superseded")
 GROUP_FATES: Final = ("admitted", "consumed", "dropped", "failed")
-MASK_REASONS: Final = ("stale", "unscored", "truncated", "keep_low", "keep_high", "veto")
-DROP_REASONS: Final = ("stale", "unscored", "zero_variance", "skipped_batch")
+MASK_REASONS: Final = (
+    "unscored",
+    "lone",
+    "truncated",
+    "tool",
+    "stale",
+    "veto",
+    "keep_low",
+    "keep_high",
+    "skipped",
+)
+DROP_REASONS: Final = (
+    "stale",
+    "unscored",
+    "zero_variance",
+    "skipped_batch",
+    "generation_failed",
+    "worker_lost",
+    "verifier_lost",
+    "trajectories_lost",
+)
 VERDICTS: Final = ("ok", "unscorable", "error", "timeout")
 SYNC_STAGES: Final = ("publish", "stage", "pause", "load", "probe")
 SYNC_OUTCOMES: Final = ("ok", "quarantined")
@@ -186,7 +206,8 @@ class Metrics:
             if own_name in record.learner:
                 gauge.set(record.learner[own_name])
         for lag, tokens in record.staleness_tokens.items():
-            self._trained_tokens.labels(str(lag)).inc(tokens)
+            if tokens:
+                self._trained_tokens.labels(str(lag)).inc(tokens)
         for reason, tokens in record.masked_tokens.items():
             self._masked_tokens.labels(reason).inc(tokens)
         self.observe_flow(record.gauges)

@@ -5,9 +5,7 @@ few endless loops; one that ends by itself ends the run with its name and cause.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,16 @@ import ray
 
 from actors.trajectory import TrajectoryMeta
 from learner.group import LearnerGroup
+from learner.rank import LearnerSpec
 from orchestrator import cluster
 from orchestrator.calls import within
 from orchestrator.checkpointing import Checkpointing
 from orchestrator.config import RunConfig
-from orchestrator.errors import RunError
 from orchestrator.evaluation import Evaluation, EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
+from orchestrator.loops import beside
 from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
@@ -34,10 +33,6 @@ from orchestrator.training import Training
 from orchestrator.verification import Verification
 from orchestrator.watchdog import Watchdog
 from orchestrator.weight_sync import WeightSync
-
-
-class LoopEnded(RunError):
-    """A loop that must run for the whole run ended; carries its name and cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +71,24 @@ class Pipeline:
         )
         self._store = cluster.create_store()
         self._learner = LearnerGroup(
-            config.learner,
-            config.model.path,
-            seed=config.seed,
-            total_steps=config.steps,
-            max_staleness=config.max_staleness,
-            rollout_dtype=config.rollout.engine.dtype,
-            max_response_tokens=config.rollout.sampling.max_tokens,
-            logs=directory.logs,
+            LearnerSpec(
+                model=config.model.path,
+                config=config.learner,
+                objective=config.learner.objective,
+                total_steps=config.steps,
+                max_response_tokens=config.rollout.sampling.max_tokens,
+                rollout_dtype=config.rollout.engine.dtype,
+                seed=config.seed,
+            )
         )
         self._rollout = Fleet(
             "rollout",
             cluster.rollout_spawner(
                 config, meta=meta, run_id=directory.path.name, logs=directory.logs
             ),
-            self._start_rollout,
+            lambda actor: self._sync.start_worker(actor),
             changed=self.changed,
+            tell=reporter.note,
             restarts_per_hour=config.supervision.restarts_per_hour,
             progress_timeout_s=config.rollout.progress_timeout_s,
         )
@@ -100,6 +97,7 @@ class Pipeline:
             cluster.verifier_spawner(config, logs=directory.logs),
             self._start_verifier,
             changed=self.changed,
+            tell=reporter.note,
             restarts_per_hour=config.supervision.restarts_per_hour,
             progress_timeout_s=verify_timeout_s,
         )
@@ -117,6 +115,7 @@ class Pipeline:
             self.flow,
             timeout_s=verify_timeout_s,
             changed=self.changed,
+            on_statuses=reporter.scored,
         )
         self._generation = Generation(
             self.flow,
@@ -124,6 +123,7 @@ class Pipeline:
             self._sync,
             config.rollout.groups_per_call,
             on_group=self._verification.submit,
+            on_tokens=reporter.generated,
         )
         self._evaluation = Evaluation(
             tasks.held_out,
@@ -209,13 +209,6 @@ class Pipeline:
             f"engines agree: log-probabilities differ by {report.max_abs:.2g} at most"
         )
 
-    async def _start_rollout(self, actor: Any) -> Any:
-        return await within(
-            actor.start.remote(self._sync.newest),
-            self._config.rollout.start_timeout_s,
-            "the start of a rollout worker",
-        )
-
     async def _start_verifier(self, actor: Any) -> Any:
         return await within(
             actor.start.remote(),
@@ -247,32 +240,3 @@ class Pipeline:
     async def _close(self) -> None:
         await asyncio.gather(self._rollout.close(), self._verifiers.close(), self._learner.close())
         ray.kill(self._store)
-
-
-async def beside(script: asyncio.Task, loops: dict[str, Coroutine]) -> Any:
-    """Result of `script` while `loops` run; the first loop to end by itself ends everything.
-
-    Raises LoopEnded, the script's own error, or CancelledError.
-    """
-    tasks = {asyncio.create_task(loop, name=name) for name, loop in loops.items()}
-    try:
-        await asyncio.wait({script, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                error = first_cause(task.exception())
-                if isinstance(error, RunError):
-                    raise error
-                raise LoopEnded(f"the {task.get_name()} loop ended: {error}") from error
-        return await script
-    finally:
-        for task in (script, *tasks):
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(script, *tasks, return_exceptions=True)
-
-
-def first_cause(error: BaseException | None) -> BaseException | None:
-    """The first leaf of nested exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from orchestrator.bottleneck import Bottleneck, FlowGauges, find_bottleneck
+from orchestrator.bottleneck import Bottleneck, FlowGauges, Phase, find_bottleneck
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class StepRecord:
     """Steps that the run will do."""
     version: int
     """Learner's version after the step."""
-    phase_seconds: Mapping[str, float]
+    phase_seconds: Mapping[Phase, float]
     """Seconds of the training loop by `Phase`."""
     gauges: FlowGauges
     skipped: str = ""

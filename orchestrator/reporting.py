@@ -15,14 +15,15 @@ from orchestrator.bottleneck import FlowGauges, Phase
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.evaluation import EvaluationResult
-from orchestrator.fleet import Fleet
+from orchestrator.fleet import Fleet, WorkerState
 from orchestrator.flow import Flow
-from orchestrator.metrics import WORKER_STATES, Metrics
+from orchestrator.metrics import SAMPLE_FATES, Metrics
 from orchestrator.records import JsonLines, StepRecord
 from orchestrator.store import ReadyGroup
 from orchestrator.verification import Verification
 
 GAUGE_PERIOD_S = 0.1
+STALENESS_PREFIX = "staleness_tokens/"
 
 
 class Reporter:
@@ -57,7 +58,7 @@ class Reporter:
             self._samples.append(gauges)
             self._metrics.observe_flow(gauges)
             for fleet in (self._rollout, self._verifiers):
-                states = {state: fleet.count(state) for state in WORKER_STATES}
+                states = {str(state): fleet.count(state) for state in WorkerState}
                 self._metrics.observe_workers(fleet.role, states, fleet.restarts)
             await asyncio.sleep(GAUGE_PERIOD_S)
 
@@ -102,6 +103,15 @@ class Reporter:
     def note(self, text: str) -> None:
         """One line about what happens outside of the steps."""
         self._console.note(text)
+
+    def generated(self, tokens: int) -> None:
+        """A group of so many response tokens came back from a rollout worker."""
+        self._metrics.observe_generated(tokens)
+
+    def scored(self, statuses: Mapping[str, int]) -> None:
+        """So many samples got a verdict of each status."""
+        for status, samples in statuses.items():
+            self._metrics.observe_verdict(status, samples)
 
     def published(self, seconds: float, nbytes: int) -> None:
         """The learner published its weights."""
@@ -154,6 +164,7 @@ class Reporter:
                 "dropped": report.dropped_tasks,
                 "failed": report.failed_tasks,
             },
+            dropped_samples=report.samples.dropped_by_reason,
         )
         self._metrics.observe_step(record)
         self._lines.write(record.as_json())
@@ -179,7 +190,7 @@ class Reporter:
             skipped=result.skipped,
             reward=_mean(rewards),
             accuracy=_mean(outcomes),
-            staleness_tokens=dict(result.staleness_tokens),
+            staleness_tokens=_staleness(result.metrics),
             masked_tokens=dict(masked),
             samples=sum(len(group.entry.sample_ids) for group in groups),
             response_tokens=sum(group.total_tokens for group in groups),
@@ -206,6 +217,15 @@ class Reporter:
             "verifier_restarts": self._verifiers.restarts,
             "ledger": report.as_dict(),
         }
+
+
+def _staleness(metrics: Mapping[str, float]) -> dict[int, int]:
+    """Trained tokens by lag, from the learner's metrics."""
+    return {
+        int(name.removeprefix(STALENESS_PREFIX)): int(count)
+        for name, count in metrics.items()
+        if name.startswith(STALENESS_PREFIX)
+    }
 
 
 def _scored(groups: Sequence[ReadyGroup]) -> tuple[list[float], list[float]]:
@@ -242,8 +262,10 @@ class PhaseTimer:
         self._started = time.monotonic()
 
     def __exit__(self, *exc: object) -> None:
-        self.add(self._phase, time.monotonic() - self._started)
+        spent = time.monotonic() - self._started
+        self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + spent
 
-    def add(self, phase: Phase, seconds: float) -> None:
-        """Count `seconds` towards `phase`."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+    def move(self, source: Phase, target: Phase, seconds: float) -> None:
+        """Count `seconds` of `source` towards `target` instead."""
+        self.seconds[source] -= seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds

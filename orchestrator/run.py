@@ -15,13 +15,16 @@ import psutil
 import ray
 
 from actors.trajectory import TrajectoryMeta
+from learner.group import LearnerDied
 from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
+from orchestrator.fleet import root_cause
 from orchestrator.flow import Flow
+from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
-from orchestrator.pipeline import Outcome, Pipeline, first_cause
+from orchestrator.pipeline import Outcome, Pipeline
 from orchestrator.records import JsonLines
 from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
@@ -97,7 +100,11 @@ async def _play(
         error = first_cause(group)
         if isinstance(error, RunError):
             raise error from None
+        if isinstance(error, LearnerDied | ValueError):
+            raise RunError(root_cause(error)) from error
         raise
+    except (LearnerDied, ValueError) as error:
+        raise RunError(root_cause(error)) from error
 
 
 def _directory(

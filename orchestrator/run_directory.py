@@ -5,7 +5,6 @@ crash never sees half of one.
 """
 
 import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -101,7 +100,7 @@ class RunDirectory:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Keep the resolved configuration, such that it can be read as one again."""
-        write_json(self.config_json, _infinities_spelled(config))
+        write_json(self.config_json, config)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Keep the result; what JSON cannot say is null."""
@@ -129,17 +128,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}-{os.getpid()}")
     temporary.write_text(text + "\n", encoding="utf-8")
     temporary.replace(path)
-
-
-def _infinities_spelled(value: Any) -> Any:
-    """`value` with infinite numbers as text (`inf`), which pydantic reads back."""
-    if isinstance(value, float) and math.isinf(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _infinities_spelled(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_infinities_spelled(inner) for inner in value]
-    return value
 
 
 def _make_unique(folder: Path, stem: str) -> Path:

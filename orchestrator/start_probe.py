@@ -47,7 +47,7 @@ async def check_pair(
     batch: pa.RecordBatch = await within(
         batch_ref, config.rollout.progress_timeout_s, f"{worker.name} (start probe)"
     )
-    expected, raw = await learner.score(batch_ref)
+    expected, raw = await learner.score([batch_ref])
     behavior, offsets = tokens(batch, "behavior_logprobs")
     limit = tolerance(config.rollout.engine.dtype, config.learner.param_dtype, None)
     report = check_samples(behavior, expected, raw, offsets, limit)

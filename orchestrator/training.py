@@ -52,6 +52,7 @@ class Training:
             entries = tuple(group.entry for group in groups)
             with timer(Phase.TRAIN):
                 result = await self._learner.step(StepRequest(flow.step, flow.version, entries))
+            timer.move(Phase.TRAIN, Phase.SCORE, result.metrics["score_s"])
             flow.trained(groups, result)
             with timer(Phase.PUBLISH):
                 if result.changed:

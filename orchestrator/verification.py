@@ -5,6 +5,8 @@ store. Knows neither what a verifier does nor what the learner will do with its 
 """
 
 import asyncio
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
@@ -31,13 +33,21 @@ class Verification:
     """Scores groups on the least loaded verifier worker."""
 
     def __init__(
-        self, fleet: Fleet, store: Any, flow: Flow, *, timeout_s: float, changed: Signal
+        self,
+        fleet: Fleet,
+        store: Any,
+        flow: Flow,
+        *,
+        timeout_s: float,
+        changed: Signal,
+        on_statuses: Callable[[Counter[str]], None],
     ) -> None:
         self._fleet = fleet
         self._store = store
         self._flow = flow
         self._timeout_s = timeout_s
         self._changed = changed
+        self._on_statuses = on_statuses
         self._inbox: asyncio.Queue[tuple[Lease, Any]] = asyncio.Queue()
         self.backlog = 0
         """Groups generated and not yet ready."""
@@ -87,11 +97,13 @@ class Verification:
             worker = await self._pick()
             worker.in_flight += 1
             try:
-                return await within(
+                verdicts = await within(
                     worker.actor.score.remote(batch_ref, question, task.verifier),
                     self._timeout_s,
                     f"{worker.name} (verifier {task.verifier!r}, task {task.task_id})",
                 )
+                self._on_statuses(Counter(verdicts.column("status").to_pylist()))
+                return verdicts
             except (RayActorError, DeadlineExceeded) as error:
                 cause = root_cause(error)
                 self._fleet.report_lost(worker, cause)

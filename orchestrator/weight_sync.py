@@ -7,6 +7,8 @@ a manifest that names them is kept here. Knows neither the queue nor the objecti
 import asyncio
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -14,14 +16,17 @@ from actors.config import RolloutConfig
 from actors.parity import ProbeExpectation
 from actors.trajectory import WeightLabel
 from actors.weights import ChunkInfo, WeightManifest
-from actors.worker import SyncReport
+from actors.worker import SyncReport, WorkerInfo
 from learner.group import LearnerGroup
 from learner.publisher import Publication
+from learner.rank import ProbeRequest
 from orchestrator.calls import DeadlineExceeded, within
 from orchestrator.fleet import Fleet, Worker, WorkerState, root_cause
 from orchestrator.reporting import Reporter
 from orchestrator.signal import Signal
 
+SYNC_STAGES = 3
+"""Fetch, load and probe, each with its own `sync_timeout_s` inside the worker."""
 KEPT_PUBLICATIONS = 2
 """A worker may still fetch the last but one while the newest appears."""
 
@@ -48,7 +53,10 @@ class WeightSync:
         self._manifests: deque[WeightManifest] = deque(maxlen=KEPT_PUBLICATIONS)
         self._labels: dict[str, WeightLabel] = {}
         self._syncing: set[str] = set()
+        self._parity_at_start: float | None = None
         self.parity_max_abs = 0.0
+        """Largest log-probability difference of any probe so far."""
+        fleet.on_ready = self._adopt
 
     @property
     def newest(self) -> WeightManifest | None:
@@ -59,16 +67,29 @@ class WeightSync:
         """Weights that `worker` serves, None before its first sync."""
         return self._labels.get(worker.name)
 
+    async def start_worker(self, actor: Any) -> WorkerInfo:
+        """Bring a rollout worker up, on the newest weights where some have been published."""
+        return await within(
+            actor.start.remote(self.newest, self._parity_at_start),
+            self._config.start_timeout_s,
+            "the start of a rollout worker",
+        )
+
+    def _adopt(self, worker: Worker) -> None:
+        """A late worker came up on published weights; a first one still has to load some."""
+        if self.newest is not None:
+            self._labels[worker.name] = worker.info.label
+
     async def publish(self, label: WeightLabel) -> None:
         """Gather and publish the learner's current weights under `label`."""
         started = time.monotonic()
-        publication, refs = await self._learner.publish(
-            label,
-            probe_prefixes=self._probe_prefixes,
-            top_k=self._config.probe.top_k,
-            temperature=self._config.sampling.temperature,
+        probe = ProbeRequest(
+            self._probe_prefixes,
+            self._config.probe.top_k,
+            self._config.sampling.temperature,
         )
-        self._manifests.append(_manifest(publication, refs, self._probe_prefixes))
+        publication, refs = await self._learner.publish(str(label), probe)
+        self._manifests.append(_manifest(label, publication, refs, self._probe_prefixes))
         self._reporter.published(time.monotonic() - started, publication.total_bytes)
         self._changed.notify()
 
@@ -99,8 +120,8 @@ class WeightSync:
         assert manifest is not None
         try:
             report = await within(
-                worker.actor.sync.remote(manifest),
-                self._config.sync_timeout_s,
+                worker.actor.sync.remote(manifest, self._parity_at_start),
+                (SYNC_STAGES + 1) * self._config.sync_timeout_s,
                 f"{worker.name} (weight sync to {manifest.label})",
             )
         except (RayError, DeadlineExceeded) as error:
@@ -114,8 +135,12 @@ class WeightSync:
             self._changed.notify()
 
     def _accept(self, worker: Worker, report: SyncReport) -> None:
+        if report.superseded:
+            return
         self._reporter.synced(report)
         if report.parity is not None:
+            if self._parity_at_start is None:
+                self._parity_at_start = report.parity.max_abs
             self.parity_max_abs = max(self.parity_max_abs, report.parity.max_abs)
             if not report.parity.passed:
                 self._fleet.quarantine(
@@ -129,17 +154,21 @@ class WeightSync:
 
 
 def _manifest(
-    publication: Publication, refs: tuple, prefixes: tuple[tuple[int, ...], ...]
+    label: WeightLabel,
+    publication: Publication,
+    refs: Sequence[Any],
+    prefixes: tuple[tuple[int, ...], ...],
 ) -> WeightManifest:
     probe = None
-    if publication.probe is not None:
-        token_ids, logprobs, raw_logprobs = publication.probe
-        probe = ProbeExpectation(prefixes, token_ids, logprobs, raw_logprobs)
+    if (scores := publication.probe) is not None:
+        probe = ProbeExpectation(
+            prefixes, scores.token_ids, scores.logprobs, scores.raw_logprobs, str(label)
+        )
     return WeightManifest(
-        label=publication.label,
+        label=label,
         dtype=publication.dtype,
-        chunks=tuple(ChunkInfo(nbytes, crc32) for nbytes, crc32 in publication.chunks),
-        refs=refs,
+        chunks=tuple(map(ChunkInfo, publication.nbytes, publication.crc32)),
+        refs=tuple(refs),
         names=publication.names,
         probe=probe,
     )

@@ -29,7 +29,7 @@ class MathAnswers:
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
-        self._equal(self._parse("$1$"), self._parse("$1$"))
+        self._equal(self._parse(r"$\frac{1}{2}$"), self._parse("0.5"))
 
     def __call__(self, question: Question, completion: str) -> float | Verdict:
         reference = self._parse(_delimited(question.answer or ""))

@@ -23,6 +23,7 @@ within a relative 1e-6, so that `0.3333333` stands for 1/3 and `0.33` does not.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -34,13 +35,14 @@ RELATIVE_TOLERANCE = Fraction(1, 10**6)
 MAX_NUMBER_CHARACTERS = 100
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_UNSIGNED = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{{1,3}}(?!\d))?"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
 _NUMBER = re.compile(
     rf"""(?P<sign>(?<![\w)\]}}%.])[+-])? [$€£¥]? (?<!\w) (?<!\d\.)
     (?:(?P<whole>\d+)[ ](?=\d+/\d))? (?P<top>{_UNSIGNED})
     (?:[ ]?/[ ]?(?P<bottom>{_UNSIGNED}))? (?P<percent>[ ]?%)?""",
     re.VERBOSE | re.ASCII,
 )
+_HUGE_EXPONENT = re.compile(r"[eE][+-]?\d{4}")
 _BEFORE_FRACTION = re.compile(r"(?<=\d)(?=\\[dt]?frac)")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*([\d.]+)\s*\}\s*\{\s*([\d.]+)\s*\}")
 _SPACE_SEPARATOR = re.compile("(?<=\\d)[\u00a0\u2009\u202f](?=\\d{3}(?!\\d))")
@@ -78,20 +80,21 @@ def numeric(question: Question, completion: str) -> Verdict:
 def read_number(text: str) -> Number | None:
     """The number that `text` gives as its answer, None without one."""
     span = _marked(text)
-    numbers = numbers_in(text if span is None else span.rpartition("=")[2])
-    if not numbers or (span is not None and len(numbers) > 1):
-        return None
-    return numbers[-1]
+    numbers = numbers_backwards(text if span is None else span.rpartition("=")[2])
+    last = next(numbers, None)
+    return None if span is not None and next(numbers, None) is not None else last
 
 
-def numbers_in(text: str) -> list[Number]:
-    """All numbers of `text`, in order."""
+def numbers_backwards(text: str) -> Iterator[Number]:
+    """The numbers of `text`, from its last to its first."""
     for written, plain in _PLAIN.items():
         text = text.replace(written, plain)
     text = _BEFORE_FRACTION.sub(" ", _SPACE_SEPARATOR.sub(",", text))
     text = _LATEX_FRACTION.sub(r"\1/\2", text)
-    found = (_number(match) for match in _NUMBER.finditer(text))
-    return [number for number in found if number is not None]
+    for match in reversed(list(_NUMBER.finditer(text))):
+        number = _number(match)
+        if number is not None:
+            yield number
 
 
 def same(number: Number, reference: Number) -> bool:
@@ -115,7 +118,7 @@ def _marked(text: str) -> str | None:
 
 
 def _number(match: re.Match[str]) -> Number | None:
-    if len(match[0]) > MAX_NUMBER_CHARACTERS:
+    if len(match[0]) > MAX_NUMBER_CHARACTERS or _HUGE_EXPONENT.search(match[0]):
         return None
     face = Fraction(match["top"].replace(",", ""))
     if match["bottom"]:

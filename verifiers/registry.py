@@ -57,8 +57,8 @@ class Verifier:
     @cached_property
     def call(self) -> Callable[..., Any]:
         """What is called with (question, completion); builds a class on first use."""
-        target: Any = self.target
-        return target() if inspect.isclass(target) else target
+        built: Any = self.target() if inspect.isclass(self.target) else self.target
+        return built
 
 
 def verifier(

@@ -48,7 +48,7 @@ class Verdict:
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError for a contradiction and for what is not a finite number."""
+        """Raises TypeError or ValueError on a contradiction or what is not a finite number."""
         status = VerdictStatus(self.status)
         if (self.reward is not None) != (status is VerdictStatus.OK):
             raise ValueError(f"status {status} and reward {self.reward} contradict each other")

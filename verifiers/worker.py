@@ -18,6 +18,7 @@ from verifiers.registry import resolve
 from verifiers.scoring import score_inline
 from verifiers.verdict import Question, Verdict, VerdictStatus
 
+package = logging.getLogger("verifiers")
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +33,8 @@ class VerifierWorker:
         self._tokenizer_name = tokenizer
         self._tokenizer: Any = None
         self._log_path = log_path
+        self._log: logging.Handler | None = None
+        self._scored = 0
         self._pool = KillablePool(
             config.processes,
             config.deadline_s,
@@ -42,15 +45,12 @@ class VerifierWorker:
     async def start(self) -> None:
         """Load the tokenizer and start the pool. Raises whatever keeps either from working."""
         if self._log_path is not None:
-            handler = logging.FileHandler(self._log_path)
-            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-            logging.getLogger("verifiers").addHandler(handler)
+            self._log = logging.FileHandler(self._log_path)
+            self._log.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+            package.addHandler(self._log)
+            package.setLevel(logging.INFO)
+        self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._tokenizer_name)
         await self._pool.start()
-        try:
-            self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._tokenizer_name)
-        except BaseException:
-            await self._pool.close()
-            raise
         logger.info("%s is ready with %d processes", self._name, self._config.processes)
 
     async def score(
@@ -72,11 +72,19 @@ class VerifierWorker:
         for row in rows:
             if row.status != VerdictStatus.OK:
                 logger.warning("sample %s is %s: %s", row.sample_id, row.status, row.detail)
+        self._scored += len(rows)
         return verdict_batch(rows)
+
+    async def progress(self) -> int:
+        """Samples scored so far, for whoever looks whether the worker still moves."""
+        return self._scored
 
     async def close(self) -> None:
         """Kill the pool's processes."""
         await self._pool.close()
+        if self._log is not None:
+            package.removeHandler(self._log)
+            self._log.close()
 
     def _decode(self, batch: pa.RecordBatch) -> list[str]:
         ids, offsets = tokens(batch, "response_ids")

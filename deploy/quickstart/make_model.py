@@ -1,9 +1,9 @@
 """Trains the quick start's model: a 0.76 M-parameter Llama that half knows two-digit addition.
 
-Its corpus is noisy on purpose: in most sums one digit of the answer is wrong. The model becomes
-as unsure as its corpus, so that answers sampled at temperature 1 are right about as often as the
-corpus is, and reinforcement learning has something to sharpen. The sums of `train.jsonl` and
-`held_out.jsonl` are not in the corpus.
+It first learns to add from right sums, then becomes unsure on noisy ones, where most answers have
+one wrong digit: in the end its samples at temperature 1 are right about as often as the noisy sums
+are, and reinforcement learning has something to sharpen. The sums of `train.jsonl` and
+`held_out.jsonl` are in neither phase.
 
     python make_model.py [--out FOLDER] [--check]
 
@@ -28,12 +28,13 @@ from tokenizers.models import BPE
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 20
-STEPS = 1000
-BATCH = 128
-PEAK_LR = 3e-3
+RIGHT_STEPS, NOISY_STEPS = 480, 120
+STEPS = RIGHT_STEPS + NOISY_STEPS
+BATCH = 64
+PEAK_LR = 2e-3
 WARMUP_STEPS = 50
-CLEAN_SHARE = 0.28
-"""Share of the corpus's answers that are right."""
+RIGHT_SHARE = 0.29
+"""Share of right answers in the noisy phase."""
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -66,6 +67,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
+        initializer_range=128**-0.5,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -75,7 +77,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 class Corpus:
-    """Endless batches of noisy sums."""
+    """Endless batches of sums."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -88,11 +90,14 @@ class Corpus:
         self.answer_digits = torch.tensor([len(answer) for _, answer in texts])
         self.pad = tokenizer.pad_token_id
 
-    def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and labels, int64[size, SEQUENCE_TOKENS]; only answer and end are labelled."""
+    def batch(self, size: int, right_share: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and labels, int64[size, SEQUENCE_TOKENS]; only answer and end are labelled.
+
+        An answer is right with probability `right_share`, else one digit of it is another one.
+        """
         picked = torch.randint(len(self.rows), (size,), generator=self.generator)
         ids = self.rows[picked].clone()
-        wrong = torch.rand(size, generator=self.generator) >= CLEAN_SHARE
+        wrong = torch.rand(size, generator=self.generator) >= right_share
         place = torch.rand(size, generator=self.generator) * self.answer_digits[picked]
         column = PROMPT_TOKENS + place.long()
         right = ids[torch.arange(size), column] - self.digits[0]
@@ -116,7 +121,7 @@ def train(model: LlamaForCausalLM, corpus: Corpus) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
     started = time.monotonic()
     for step in range(1, STEPS + 1):
-        ids, labels = corpus.batch(BATCH)
+        ids, labels = corpus.batch(BATCH, 1.0 if step <= RIGHT_STEPS else RIGHT_SHARE)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

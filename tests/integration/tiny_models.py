@@ -32,7 +32,7 @@ def tiny_llama(*, tied: bool, seed: int, eos_bias: float = 0.0) -> LlamaForCausa
             bos_token_id=BOS,
             eos_token_id=EOS,
             pad_token_id=None,
-            initializer_range=0.3,
+            initializer_range=0.15,
         )
     ).eval()
     with torch.no_grad():

@@ -83,7 +83,7 @@ def test_nothing_is_missing_when_everything_is_there(tmp_path: Path) -> None:
     ("tables", "cores", "says"),
     [
         ({"rollout": {"threads": 4}}, 2, "5 compute threads share 2 cores"),
-        ({"queue": {"max_groups": 5}}, 8, "max_groups 5 is below the 12 groups"),
+        ({"queue": {"max_groups": 9}}, 8, "max_groups 9 is below the 12 groups"),
         ({"rollout": {"workers": 4}}, 8, "32 groups at once and only 12"),
         ({"model": {"path": "org/name"}}, 8, "model-hub name"),
         ({"learner": {"schedule": {"warmup_steps": 10}}}, 8, "warm-up never ends"),

@@ -1,0 +1,236 @@
+"""The learner as the driver sees it: a group of rank actors that act as one.
+
+Every call has a deadline. A rank that dies or falls silent ends the group: the others are killed
+too, since they cannot go on without it, and the caller gets `LearnerDied`.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from learner.batch import StepRequest, StepResult
+from learner.checkpoint import LearnerState
+from learner.publisher import Publication
+from learner.rank import LearnerRank, LearnerSpec, ProbeRequest
+
+_LOOPBACK = "127.0.0.1"
+_GRACE_S = 5.0
+"""How long after a first failure the other ranks get to report theirs, to find the culprit."""
+
+
+class LearnerDied(RuntimeError):
+    """Rank `rank` died or did not answer; the whole group is gone. `cause` says how."""
+
+    def __init__(self, rank: int, cause: str) -> None:
+        super().__init__(rank, cause)
+        self.rank = rank
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return f"learner rank {self.rank} died: {self.cause}"
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """The process that a rank is."""
+
+    rank: int
+    pid: int
+    host: str
+    node_id: str
+    node_ip: str
+
+
+class _RankActor(LearnerRank):
+    """A rank whose references are Ray's."""
+
+    def __init__(self, spec: LearnerSpec, rank: int, world: int) -> None:
+        super().__init__(spec, rank, world, fetch=lambda refs: ray.get(list(refs)))
+
+    def info(self) -> RankInfo:
+        node = ray.get_runtime_context().get_node_id()
+        ip = ray.util.get_node_ip_address()
+        return RankInfo(self._rank, os.getpid(), socket.gethostname(), node, ip)
+
+
+class LearnerGroup:
+    """The ranks of one learner. Not for concurrent calls: each waits for the one before it."""
+
+    def __init__(self, spec: LearnerSpec) -> None:
+        self._spec = spec
+        self._config = spec.config
+        self._actors: list[Any] = []
+        self._infos: list[RankInfo] = []
+        self._failure: LearnerDied | None = None
+        self._turn = asyncio.Lock()
+
+    @property
+    def infos(self) -> Sequence[RankInfo]:
+        """The rank processes; empty before `start`."""
+        return self._infos
+
+    async def start(self) -> None:
+        """Create the ranks and load the model. ModelError when it does not load, LearnerDied when
+        a rank does not come up in time."""
+        try:
+            await self._start()
+        except BaseException:
+            self._kill()
+            raise
+
+    async def _start(self) -> None:
+        config = self._config
+        options = {
+            "num_cpus": config.cpus,
+            "num_gpus": config.gpus,
+            "resources": config.resources,
+            "max_restarts": 0,
+        }
+        actor = ray.remote(_RankActor).options(**options)
+        world = config.ranks
+        self._actors = [actor.remote(self._spec, rank, world) for rank in range(world)]
+        timeout_s = config.start_timeout_s
+        self._infos = await self._call("info", timeout_s=timeout_s)
+        alone = len({info.host for info in self._infos}) == 1
+        ips = [_LOOPBACK if alone else info.node_ip for info in self._infos]
+        first = self._actors[0]
+        [address] = await self._settle(
+            "open_meeting", [_result(first.open_meeting.remote(ips[0]))], timeout_s
+        )
+        pending = [
+            _result(actor.start.remote(address, ip))
+            for actor, ip in zip(self._actors, ips, strict=True)
+        ]
+        await self._settle("start", pending, timeout_s)
+
+    async def step(self, request: StepRequest) -> StepResult:
+        """One batch step, with the fates of all samples. TrajectoryError or ValueError on rows
+        that cannot be used, after which the group is as it was before."""
+        results = await self._call("step", request, timeout_s=self._config.step_timeout_s)
+        fates = tuple(fate for result in results for fate in result.fates)
+        return replace(results[0], fates=fates)
+
+    async def publish(
+        self, label: str, probe: ProbeRequest | None = None
+    ) -> tuple[Publication, list[ray.ObjectRef]]:
+        """The current weights: their description, and one reference per chunk (uint8 array),
+        owned by the calling process."""
+        async with self._turn:
+            pending = [
+                _collect(actor.publish.options(num_returns="streaming").remote(label, probe))
+                for actor in self._actors
+            ]
+            collected = await self._settle("publish", pending, self._config.step_timeout_s)
+        *chunks, last = collected[0]
+        return await last, chunks
+
+    async def score(self, refs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """See `LearnerRank.score`."""
+        results = await self._call("score", list(refs), timeout_s=self._config.step_timeout_s)
+        return results[0]
+
+    async def save(
+        self, folder: str, extra: dict[str, Any], *, keep: int, export: bool = True
+    ) -> None:
+        """Write and commit checkpoint `folder` (named step_N, visible to all ranks), keep the
+        `keep` newest beside it; `extra` is JSON that `load` gives back."""
+        await self._call(
+            "save", folder, extra, keep=keep, export=export, timeout_s=self._config.step_timeout_s
+        )
+
+    async def load(self, folder: str) -> LearnerState:
+        """Continue from a complete checkpoint; CheckpointError if it is none."""
+        states = await self._call("load", folder, timeout_s=self._config.step_timeout_s)
+        return states[0]
+
+    async def export(self, folder: str) -> None:
+        """Write the current weights as a Hugging Face folder; it must not exist."""
+        await self._call("export", folder, timeout_s=self._config.step_timeout_s)
+
+    async def close(self) -> None:
+        """End the rank processes."""
+        self._kill()
+
+    async def _call(self, name: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        async with self._turn:
+            pending = [
+                _result(getattr(actor, name).remote(*args, **kwargs)) for actor in self._actors
+            ]
+            return await self._settle(name, pending, timeout_s)
+
+    async def _settle(
+        self, name: str, pending: Sequence[Awaitable[Any]], timeout_s: float
+    ) -> list[Any]:
+        """Results by rank, or the error that explains why there are none."""
+        tasks = [asyncio.ensure_future(awaitable) for awaitable in pending]
+        try:
+            if self._failure is not None:
+                raise self._failure
+            if not tasks:
+                raise RuntimeError("the learner group is not running")
+            await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            if any(task.done() and task.exception() for task in tasks):
+                await asyncio.wait(tasks, timeout=_GRACE_S)
+            elif silent := [rank for rank, task in enumerate(tasks) if not task.done()]:
+                raise self._ended(silent[0], f"no answer to {name!r} within {timeout_s:g} s")
+            self._raise_cause(tasks)
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _raise_cause(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
+        """Raise what explains failed tasks best: a death, else an error of ours, which leaves the
+        ranks in step, else the failed collective."""
+        errors = {
+            rank: error
+            for rank, task in enumerate(tasks)
+            if task.done() and (error := task.exception()) is not None
+        }
+        if not errors:
+            return
+        for rank, error in errors.items():
+            if isinstance(error, RayActorError):
+                raise self._ended(rank, str(error).strip()) from error
+        stuck = any(not task.done() for task in tasks)
+        ours = [error for error in errors.values() if isinstance(error, ValueError)]
+        if ours and not stuck:
+            raise ours[0]
+        rank, error = min(errors.items(), key=lambda item: not isinstance(item[1], ValueError))
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        raise self._ended(rank, f"{type(cause).__name__}: {cause}") from error
+
+    def _ended(self, rank: int, cause: str) -> LearnerDied:
+        self._failure = LearnerDied(rank, cause)
+        self._kill()
+        return self._failure
+
+    def _kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        for info in self._infos:
+            # Ray's own kill leaves a stopped process alive.
+            if info.host == socket.gethostname():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(info.pid, signal.SIGKILL)
+        self._actors, self._infos = [], []
+
+
+async def _result(ref: ray.ObjectRef) -> Any:
+    return await ref
+
+
+async def _collect(generator: Any) -> list[ray.ObjectRef]:
+    refs = [ref async for ref in generator]
+    await generator.completed()
+    return refs

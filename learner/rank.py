@@ -1,0 +1,172 @@
+"""One learner rank: model, optimizer, kept versions and what the driver may ask of them.
+
+A plain class that knows no Ray; `group.py` makes it an actor. Every rank of a group gets the same
+calls in the same order, since each call takes collectives.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+from transformers.utils.logging import disable_progress_bar
+
+from learner import checkpoint
+from learner.batch import StepRequest, StepResult
+from learner.collective import join, open_store
+from learner.config import LearnerConfig, ObjectiveConfig
+from learner.export import export_hf
+from learner.model import load_policy
+from learner.optimizer import Optimizer
+from learner.publisher import ProbeScores, Publication, PublicationBuilder, iter_chunks
+from learner.rows import read_rows
+from learner.scoring import Scorer
+from learner.step import Fetch, Trainer
+from learner.versions import VersionStore
+
+
+@dataclass(frozen=True)
+class LearnerSpec:
+    """What all ranks of a learner are built from. `objective` has the run's bounds filled in;
+    `rollout_dtype` is that of published and exported weights."""
+
+    model: str
+    config: LearnerConfig
+    objective: ObjectiveConfig
+    total_steps: int
+    max_response_tokens: int
+    rollout_dtype: str
+    seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeRequest:
+    """Score the `top_k` likeliest tokens after each prefix, at `temperature` and at 1."""
+
+    prefixes: tuple[tuple[int, ...], ...]
+    top_k: int
+    temperature: float
+
+
+class LearnerRank:
+    """Rank `rank` of `world`. `fetch` turns references of a request into record batches."""
+
+    def __init__(self, spec: LearnerSpec, rank: int, world: int, fetch: Fetch) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._world = world
+        self._fetch = fetch
+        self._meeting: TCPStore | None = None
+        self.version = 0
+        torch.set_num_threads(spec.config.threads)
+        torch.manual_seed(spec.seed)
+        disable_progress_bar()
+
+    def open_meeting(self, ip: str) -> str:
+        """On one rank before `start`: host:port at which all ranks then meet."""
+        self._meeting = open_store(ip, self._spec.config.collective_timeout_s)
+        return f"{ip}:{self._meeting.port}"
+
+    def start(self, address: str, node_ip: str) -> None:
+        """Meet the other ranks at `address` and load the model; ModelError if it does not load.
+        `node_ip` is an address of this machine that the other ranks reach."""
+        spec, config = self._spec, self._spec.config
+        self._ranks, mesh = join(
+            self._rank,
+            self._world,
+            self._meeting or address,
+            node_ip,
+            config.backend,
+            config.collective_timeout_s,
+        )
+        self._policy = load_policy(spec.model, config, mesh)
+        self._optimizer = Optimizer(
+            self._policy, config.optimizer, config.schedule, spec.total_steps, self._ranks
+        )
+        self._store = VersionStore(
+            self._policy, spec.objective.max_staleness or 0, getattr(torch, config.param_dtype)
+        )
+        self._scorer = Scorer(
+            self._policy,
+            self._store,
+            self._ranks,
+            token_budget=config.token_budget,
+            chunk_tokens=config.logprob_chunk_tokens,
+        )
+        self._trainer = Trainer(
+            self._policy,
+            self._optimizer,
+            self._store,
+            self._scorer,
+            self._ranks,
+            config=config,
+            objective=spec.objective,
+            max_response_tokens=spec.max_response_tokens,
+            fetch=self._fetch,
+        )
+
+    def step(self, request: StepRequest) -> StepResult:
+        """Train on one batch, see `Trainer.step`."""
+        if request.version != self.version:
+            raise ValueError(f"the learner is at version {self.version}, not {request.version}")
+        result = self._trainer.step(request)
+        self.version = result.version
+        return result
+
+    def publish(self, label: str, probe: ProbeRequest | None) -> Iterator[np.ndarray | Publication]:
+        """Rank 0 yields the chunks (uint8 arrays) of the current weights in the rollout dtype,
+        then the `Publication` that describes them; the others yield nothing."""
+        dtype = getattr(torch, self._spec.rollout_dtype)
+        leads = self._rank == 0
+        builder = PublicationBuilder()
+        for tensors in iter_chunks(self._policy, dtype, keep=leads):
+            if tensors is not None:
+                yield builder.add(tensors)
+        scores = None
+        if probe is not None:
+            scores = ProbeScores(
+                *self._scorer.next_tokens(probe.prefixes, probe.top_k, probe.temperature)
+            )
+        if leads:
+            yield builder.finish(label, dtype, scores)
+
+    def score(self, refs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities of every response token of these batches under the current weights,
+        float32, flat in row order: at the sampling temperature, and at temperature 1."""
+        return self._scorer.everything(read_rows(self._fetch(refs)))
+
+    def save(self, folder: str, extra: dict[str, Any], *, keep: int, export: bool) -> None:
+        """Write a checkpoint, with an `hf/` export inside it if asked, and commit it."""
+        self.stage(folder, extra, export=export)
+        if self._rank == 0:
+            checkpoint.commit(Path(folder), keep=keep)
+        self._ranks.barrier()
+
+    def stage(self, folder: str, extra: dict[str, Any], *, export: bool) -> None:
+        """As `save`, but leaves the checkpoint in its staging folder, for others to add to."""
+        staging = checkpoint.staging_folder(Path(folder))
+        state = checkpoint.LearnerState(self.version, self._optimizer.batches, extra)
+        checkpoint.save_state(staging, self._policy, self._optimizer, self._ranks, state)
+        if export:
+            self.export(str(staging / "hf"))
+
+    def load(self, folder: str) -> checkpoint.LearnerState:
+        """Continue from a checkpoint; kept versions are forgotten."""
+        state = checkpoint.load_state(Path(folder), self._policy, self._optimizer, self._ranks)
+        self._store.forget()
+        self.version = state.version
+        return state
+
+    def export(self, folder: str) -> None:
+        """Write the current weights as a Hugging Face folder, in the rollout dtype."""
+        dtype = getattr(torch, self._spec.rollout_dtype)
+        export_hf(self._policy, self._spec.model, Path(folder), dtype, self._ranks)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        self._meeting = None

@@ -1,0 +1,161 @@
+"""Whole runs of the quick start with every part real: train, lose a worker, Ctrl-C, resume."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from live import QUICKSTART, LiveRun, worker_pid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.integration
+
+FAST = ("--evaluation.max_tasks", "32", "--evaluation.samples_per_task", "2")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """A run that trained a few steps to its end."""
+    run = LiveRun(QUICKSTART, tmp_path_factory.mktemp("finished"), ["--steps", "6", *FAST])
+    assert run.wait() == 0, run.output
+    return run
+
+
+def test_summary_has_its_figures(finished: LiveRun) -> None:
+    summary = finished.summary()
+    assert summary["steps"] == 6
+    assert 0.0 <= summary["accuracy_before"] <= 1.0
+    assert 0.0 <= summary["accuracy_after"] <= 1.0
+    for name in ("seconds", "samples_per_second", "tokens_per_second", "parity_max_abs"):
+        assert summary[name] > 0, name
+    assert summary["seconds"] > summary["training_seconds"]
+
+
+def test_no_trained_token_is_older_than_the_bound(finished: LiveRun) -> None:
+    summary = finished.summary()
+    assert summary["staleness_max"] <= 2
+    assert 0 <= summary["staleness_mean"] <= summary["staleness_max"]
+
+
+def test_every_sample_is_accounted_for(finished: LiveRun) -> None:
+    ledger = finished.summary()["ledger"]
+    assert ledger["balanced"]
+    assert ledger["failed_tasks"] == 0
+    ended = sum(ledger[fate] for fate in ("trained", "masked", "dropped", "superseded"))
+    assert ledger["generated"] == ended + ledger["pending"]
+    samples = {s for step in finished.steps() for s in [step["samples"]]}
+    assert ledger["trained"] + ledger["masked"] == sum(s["samples"] for s in finished.steps())
+    assert samples == {128}
+
+
+def test_engines_agree_in_float32(finished: LiveRun) -> None:
+    assert finished.summary()["parity_max_abs"] < 1e-4
+
+
+def test_one_line_per_step_names_the_bottleneck(finished: LiveRun) -> None:
+    lines = re.findall(r"^step +\d+/6 .* bottleneck: .+$", finished.output, re.MULTILINE)
+    assert len(lines) == 6
+
+
+def test_weights_move_and_every_version_is_published(finished: LiveRun) -> None:
+    versions = [step["version"] for step in finished.steps() if not step["skipped"]]
+    assert versions == list(range(1, len(versions) + 1))
+    assert all(step["learner"]["grad_norm"] > 0 for step in finished.steps())
+
+
+def test_export_loads_in_transformers(finished: LiveRun) -> None:
+    folder = finished.directory / "checkpoints/step_6/hf"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer("12+34=", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+    before = AutoModelForCausalLM.from_pretrained(QUICKSTART.parent / "model", dtype=torch.float32)
+    moved = [
+        not torch.equal(new, old)
+        for new, old in zip(model.parameters(), before.parameters(), strict=True)
+    ]
+    assert any(moved)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
+    """A run whose rollout worker was killed and which then got a Ctrl-C."""
+    folder = tmp_path_factory.mktemp("disturbed")
+    run = LiveRun(QUICKSTART, folder, ["--steps", "2000", *FAST])
+    run.wait_for(r"step +2/2000")
+    os.kill(worker_pid(run, "rollout-0"), signal.SIGKILL)
+    run.wait_for(r"rollout-1 is ready")
+    lines = run.output.count("bottleneck:")
+    run.wait_for(rf"(?s)(bottleneck:.*){{{lines + 2}}}")
+    run.interrupt()
+    run.wait()
+    return run
+
+
+def test_a_killed_rollout_worker_is_replaced(disturbed: LiveRun) -> None:
+    assert disturbed.summary()["rollout_restarts"] == 1
+    assert "rollout-0 is lost" in disturbed.output
+
+
+def test_its_work_is_done_again_and_nothing_is_lost(disturbed: LiveRun) -> None:
+    ledger = disturbed.summary()["ledger"]
+    assert ledger["balanced"]
+    assert ledger["failed_tasks"] == 0
+
+
+def test_ctrl_c_saves_and_exits_130(disturbed: LiveRun) -> None:
+    assert disturbed.process.returncode == 130, disturbed.output
+    summary = disturbed.summary()
+    assert summary["interrupted"]
+    assert (disturbed.directory / f"checkpoints/step_{summary['steps']}").is_dir()
+
+
+def test_resume_goes_on_where_the_run_stopped(disturbed: LiveRun) -> None:
+    done = disturbed.summary()
+    steps = done["steps"] + 2
+    options = ["--steps", str(steps), *FAST, "--resume"]
+    resumed = LiveRun(QUICKSTART, disturbed.runs.parent, options)
+    endpoint = resumed.wait_for(r"metrics: (http://127\.0\.0\.1:\d+/metrics)").group(1)
+    resumed.wait_for(rf"step +{done['steps'] + 1}/{steps}")
+    with urllib.request.urlopen(endpoint) as answer:
+        page = answer.read().decode()
+    assert resumed.wait() == 0, resumed.output
+    summary = resumed.summary()
+    assert (summary["steps"], summary["version"]) == (steps, done["version"] + 2)
+    assert summary["ledger"]["balanced"]
+    assert re.search(r"^slipstream_policy_version \d+", page, re.MULTILINE)
+    assert re.search(r'^slipstream_workers\{role="rollout",state="ready"\} 1', page, re.MULTILINE)
+
+
+def test_a_model_that_does_not_load_is_one_clear_paragraph(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in (QUICKSTART.parent / "model").iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    (model / "model.safetensors").write_bytes(b"not a tensor file")
+    run = LiveRun(QUICKSTART, tmp_path, ["--model.path", str(model), *FAST])
+    assert run.wait() == 1
+    assert "Traceback" not in run.output
+    assert re.search(r"slipstream: .*did not start", run.output), run.output
+
+
+def test_an_unreadable_row_is_named(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"prompt": "1+1=", "answer": "2", "verifier": "exact"}\n{"prompt": 7}\n')
+    run = LiveRun(QUICKSTART, tmp_path, ["--data.train", f'{{path = "{tasks}"}}'])
+    assert run.wait() == 2
+    assert re.search(r"tasks\.jsonl.*(row|line) 2.*prompt", run.output, re.DOTALL), run.output
+
+
+def test_a_wrong_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "orchestrator.cli", "check", str(QUICKSTART)]
+    answer = subprocess.run(
+        [*command, "--learner.optimiser.lr", "1e-4"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert answer.returncode == 2
+    assert "learner.optimiser" in answer.stderr and "optimizer" in answer.stderr

@@ -1,0 +1,194 @@
+"""The objective's presets and the sentences with which the learner's config refuses and warns."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from learner.config import CORRECTIONS, PRESETS, LearnerConfig, ObjectiveConfig, expand
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_resolved_preset_reloads_to_itself(name):
+    config = expand(name)
+    assert ObjectiveConfig.model_validate(config.model_dump()) == config
+    assert ObjectiveConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_preset_numbers():
+    dapo, gspo, cispo = expand("dapo"), expand("gspo"), expand("cispo")
+    assert (dapo.clip.low, dapo.clip.high) == (0.2, 0.28)
+    assert dapo.dynamic_sampling
+    assert dapo.overlong_window == 0.2
+    assert dapo.aggregation.kind == "token_mean"
+    assert (gspo.ratio.unit, gspo.clip.low, gspo.clip.high) == ("sequence", 3e-4, 4e-4)
+    assert (cispo.ratio.anchor, cispo.correction.weight, cispo.clip.high) == ("behavior", "none", 5)
+    assert expand("dr_grpo").aggregation.kind == "constant"
+    assert expand("rloo").advantage.baseline == "leave_one_out"
+    assert expand("reinforce_pp").advantage.scale == "batch_std"
+    assert all(expand(name).correction.cap == 2.0 for name in PRESETS if name != "cispo")
+
+
+def test_no_preset_means_grpo():
+    assert ObjectiveConfig() == expand("grpo")
+    assert LearnerConfig().objective == expand("grpo")
+
+
+def test_overrides_are_nested_and_keep_the_rest_of_the_preset():
+    config = expand("dapo", {"clip": {"dual": 3.0}, "correction": {"cap": 4.0}, "max_staleness": 2})
+    assert (config.clip.low, config.clip.high, config.clip.dual) == (0.2, 0.28, 3.0)
+    assert (config.correction.weight, config.correction.cap) == ("token", 4.0)
+    assert config.max_staleness == 2
+    assert config.dynamic_sampling
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_a_correction_name_replaces_the_whole_correction(name):
+    config = expand("grpo", {"correction": name})
+    assert config.correction.model_dump(mode="json") == CORRECTIONS[name]
+
+
+def test_objective_table_with_a_preset_inside_the_learner_table():
+    config = LearnerConfig.model_validate({"objective": {"preset": "gspo", "clip": {"high": 5e-4}}})
+    assert config.objective == expand("gspo", {"clip": {"high": 5e-4}})
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "sentence"),
+    [
+        ("ppo", {}, "objective.preset 'ppo' needs a critic"),
+        ("grpo", {"advantage": {"baseline": "critic"}}, "'critic' needs a critic"),
+        ("grpo", {"kl": {"coefficient": 0.001}}, "objective.kl needs a reference model"),
+        ("dap0", {}, "unknown objective.preset 'dap0'; did you mean 'dapo'"),
+        ("grpo", {"correction": "icepo"}, "unknown correction 'icepo'; did you mean 'icepop'"),
+        ("cispo", {"correction": "tis"}, "would count it twice"),
+        ("grpo", {"ratio": {"anchor": "behavior"}}, "would count it twice"),
+        ("grpo", {"correction": {"cap": 0.9}}, "correction.cap 0.9 is below 1"),
+        ("grpo", {"correction": {"cap": float("nan")}}, "is below 1"),
+        ("gspo", {"ratio": {"unit": "sequence_pure"}}, "takes only whole-sample weights and masks"),
+        (
+            "gspo",
+            {
+                "ratio": {"unit": "sequence_pure"},
+                "correction": {
+                    "weight": "product",
+                    "keep": [{"statistic": "token", "low": 0.5, "high": 2.0}],
+                },
+            },
+            "takes only whole-sample weights and masks",
+        ),
+        ("grpo", {"clip": {"low": 1.5}}, "puts the lower bound 1 - low below 0"),
+        ("grpo", {"clip": {"kind": "cispo"}}, "must enclose 1"),
+        ("grpo", {"clip": {"dual": 1.0}}, "clip.dual must be above 1"),
+        ("cispo", {"clip": {"dual": 3.0}}, "clip.dual belongs to clip.kind 'ppo'"),
+        (
+            "grpo",
+            {"correction": {"keep": [{"statistic": "token", "low": 1.2}]}},
+            "less than or equal to 1",
+        ),
+        ("grpo", {"clp": {"low": 0.1}}, "Extra inputs are not permitted"),
+    ],
+)
+def test_refusals_say_why(preset, overrides, sentence):
+    with pytest.raises(ValidationError) as refused:
+        expand(preset, overrides)
+    assert sentence in str(refused.value)
+    assert refused.value.error_count() == 1
+
+
+def test_keep_intervals_on_a_behavior_anchor_are_accepted():
+    keep = [{"statistic": "geometric", "low": 0.9, "high": 1.1}]
+    config = expand("cispo", {"correction": {"keep": keep}})
+    assert config.needs_old
+    assert config.per_sequence
+    assert not expand("cispo").needs_old
+
+
+@pytest.mark.parametrize("statistic", ["product", "geometric"])
+def test_the_pure_sequence_form_accepts_whole_sample_corrections(statistic):
+    correction = {"weight": statistic, "keep": [{"statistic": statistic, "low": 0.5}], "veto": 0.01}
+    overrides = {"ratio": {"unit": "sequence_pure"}, "correction": correction}
+    assert expand("gspo", overrides).per_sequence
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "whole"),
+    [
+        ("grpo", {}, False),
+        ("gspo", {}, True),
+        ("grpo", {"correction": "icepop"}, False),
+        ("grpo", {"correction": {"weight": "product"}}, True),
+    ],
+)
+def test_which_objectives_are_per_sequence(preset, overrides, whole):
+    assert expand(preset, overrides).per_sequence is whole
+
+
+def test_wide_clip_on_a_sequence_ratio_warns():
+    (warning,) = expand("gspo", {"clip": {"high": 0.2}}).warnings()
+    assert "practically never clips" in warning
+    assert expand("gspo").warnings() == ()
+    assert expand("grpo").warnings() == ()
+
+
+def test_step_start_with_one_optimizer_step_warns():
+    objective = {"preset": "grpo", "ratio": {"anchor": "step_start"}}
+    (warning,) = LearnerConfig.model_validate({"objective": objective}).warnings()
+    assert "with one optimizer step per batch never clips" in warning
+    several = {"objective": objective, "optimizer_steps_per_batch": 2}
+    assert LearnerConfig.model_validate(several).warnings() == ()
+
+
+def test_for_run_fills_in_the_runs_bounds():
+    config = expand("dr_grpo").for_run(max_staleness=2, max_response_tokens=64, samples_per_group=4)
+    assert (config.max_staleness, config.aggregation.max_tokens) == (2, 64)
+    own = expand("dr_grpo", {"aggregation": {"max_tokens": 10}, "max_staleness": 2})
+    own = own.for_run(max_staleness=2, max_response_tokens=64, samples_per_group=4)
+    assert own.aggregation.max_tokens == 10
+    token_mean = expand("dapo").for_run(
+        max_staleness=0, max_response_tokens=64, samples_per_group=2
+    )
+    assert token_mean.aggregation.max_tokens is None
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
+def test_a_group_baseline_refuses_groups_of_one(name):
+    with pytest.raises(ValueError, match="needs at least two samples per group, got 1"):
+        expand(name).for_run(max_staleness=0, max_response_tokens=8, samples_per_group=1)
+
+
+def test_a_batch_baseline_accepts_groups_of_one():
+    config = expand("reinforce_pp")
+    config = config.for_run(max_staleness=1, max_response_tokens=8, samples_per_group=1)
+    assert config.max_staleness == 1
+
+
+def test_two_different_staleness_bounds_are_refused():
+    with pytest.raises(ValueError, match="contradicts the run's max_staleness 1"):
+        expand("grpo", {"max_staleness": 3}).for_run(
+            max_staleness=1, max_response_tokens=8, samples_per_group=2
+        )
+
+
+@pytest.mark.parametrize(
+    ("table", "sentence"),
+    [
+        ({"optimizer": {"betas": [0.9, 1.0]}}, r"optimizer.betas must lie in \[0, 1\)"),
+        ({"groups_per_batch": 2, "optimizer_steps_per_batch": 3}, "at least as many groups"),
+        ({"ranks": 0}, "greater than or equal to 1"),
+        ({"rank": 1}, "Extra inputs are not permitted"),
+    ],
+)
+def test_learner_table_refusals(table, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        LearnerConfig.model_validate(table)
+
+
+def test_config_imports_without_torch_ray_vllm_or_transformers():
+    code = (
+        "import sys, learner.config; "
+        "print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -1,0 +1,104 @@
+"""Deadlines, signals and the restart budget: the small pieces that keep loops from hanging."""
+
+import asyncio
+
+import pytest
+
+from orchestrator.calls import DeadlineExceeded, within
+from orchestrator.errors import RunError
+from orchestrator.fleet import RestartBudget
+from orchestrator.loops import LoopEnded, beside
+from orchestrator.signal import Signal
+
+
+def test_a_late_answer_names_the_call() -> None:
+    async def main() -> None:
+        await within(asyncio.sleep(60), 0.01, "the learner's step")
+
+    with pytest.raises(DeadlineExceeded, match="the learner's step did not answer within 0.01 s"):
+        asyncio.run(main())
+
+
+def test_an_answer_in_time_is_passed_on() -> None:
+    assert asyncio.run(within(asyncio.sleep(0, "answer"), 60, "a call")) == "answer"
+
+
+def test_a_timeout_raised_by_the_call_itself_is_not_renamed() -> None:
+    async def fails() -> None:
+        raise TimeoutError("inside")
+
+    with pytest.raises(TimeoutError, match="inside"):
+        asyncio.run(within(fails(), 60, "a call"))
+
+
+def test_every_waiter_wakes_once_per_change() -> None:
+    async def main() -> int:
+        signal = Signal()
+        woken = 0
+
+        async def waiter() -> None:
+            nonlocal woken
+            await signal.wait()
+            woken += 1
+
+        waiters = [asyncio.create_task(waiter()) for _ in range(3)]
+        await asyncio.sleep(0)
+        signal.notify()
+        await asyncio.gather(*waiters)
+        late = asyncio.create_task(signal.wait())
+        await asyncio.sleep(0)
+        assert not late.done()
+        late.cancel()
+        return woken
+
+    assert asyncio.run(main()) == 3
+
+
+def test_restarts_back_off_and_run_out_within_an_hour() -> None:
+    budget = RestartBudget(per_hour=3, first_delay_s=1.0, max_delay_s=3.0)
+    assert [budget.next_delay_s(now) for now in (0.0, 1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0, None]
+    assert budget.next_delay_s(3601.5) is not None
+
+
+def test_a_loop_that_ends_by_itself_ends_the_script() -> None:
+    async def ends() -> None:
+        return
+
+    async def main() -> None:
+        script = asyncio.create_task(asyncio.sleep(60))
+        await beside(script, {"feeding": ends()})
+
+    with pytest.raises(LoopEnded, match="the feeding loop ended"):
+        asyncio.run(main())
+
+
+def test_a_loop_that_raises_gives_its_cause() -> None:
+    async def raises() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fails())
+
+    async def fails() -> None:
+        raise RunError("no worker is left")
+
+    async def main() -> None:
+        script = asyncio.create_task(asyncio.sleep(60))
+        await beside(script, {"feeding": raises()})
+
+    with pytest.raises(RunError, match="no worker is left"):
+        asyncio.run(main())
+
+
+def test_the_script_ends_the_loops() -> None:
+    async def main() -> tuple[str, bool]:
+        stopped = asyncio.Event()
+
+        async def endless() -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                stopped.set()
+
+        script = asyncio.create_task(asyncio.sleep(0.01, "done"))
+        return await beside(script, {"feeding": endless()}), stopped.is_set()
+
+    assert asyncio.run(main()) == ("done", True)
