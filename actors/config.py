@@ -17,9 +17,9 @@ class SamplingConfig(_Table):
     """The distribution that responses are drawn from. There is no top-p, top-k or min-p: they
     renormalise what is sampled, and the learner would train on another distribution."""
 
-    temperature: float = Field(1.0, gt=0.0, le=100.0)
+    temperature: float = Field(default=1.0, gt=0.0, le=100.0)
     """Logits are divided by it, in the engine and in the learner alike. Greedy (0) cannot train."""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
     """Longest response, in tokens, end-of-sequence token included."""
 
     @model_validator(mode="before")
@@ -40,32 +40,32 @@ class EngineConfig(_Table):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of weights and activations; auto takes the one the model was saved in."""
-    max_model_len: int | None = Field(None, ge=2)
+    max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus response, in tokens; absent means the model's own limit."""
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(default=64, ge=1)
     """Samples generated at the same time; bounds the requests in flight as well."""
-    kv_cache_bytes: int | None = Field(None, ge=1 << 20)
+    kv_cache_bytes: int | None = Field(default=None, ge=1 << 20)
     """Size of the key-value cache. Absent: 256 MiB on a CPU, what `gpu_memory_utilization`
     leaves on a GPU."""
-    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, le=1.0)
     """Share of a GPU's memory that the engine may take; no effect on a CPU."""
-    block_size: int | None = Field(None, ge=1)
+    block_size: int | None = Field(default=None, ge=1)
     """Tokens per key-value cache block, which is also the grain of prefix caching; absent leaves
     it to vLLM (128 on a CPU)."""
     enable_prefix_caching: bool = True
     """Share the computed keys and values of equal prompt prefixes within one weight version."""
     chunked_prefill: bool = True
     """Let long prompts be computed over several engine steps."""
-    max_batched_tokens: int | None = Field(None, ge=1)
+    max_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens per engine step; absent leaves it to vLLM."""
     enforce_eager: bool = True
     """Run without compilation, so that no compiler is needed; turn off on GPUs for speed."""
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """Engine processes that share one copy of the model. Values above 1 have not been tested."""
     executor: Literal["auto", "mp", "ray"] = "auto"
     """Where those processes live: mp on the worker's own node, ray on the bundles of the worker's
     placement group. Auto is mp above one process."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Base of the engine's random stream; each worker derives its own from it."""
 
     @model_validator(mode="after")
@@ -87,30 +87,30 @@ class EngineConfig(_Table):
 class ProbeConfig(_Table):
     """The fixed probe that compares engine and learner after each weight load."""
 
-    prompts: int = Field(4, ge=1, le=256)
+    prompts: int = Field(default=4, ge=1, le=256)
     """Prompts in the probe."""
-    positions: int = Field(32, ge=1, le=1024)
+    positions: int = Field(default=32, ge=1, le=1024)
     """Positions compared, over all prompts together."""
-    top_k: int = Field(8, ge=1, le=20)
+    top_k: int = Field(default=8, ge=1, le=20)
     """Most likely tokens compared at each position."""
 
 
 class RolloutConfig(_Table):
     """How the rollout fleet is sized and how it samples."""
 
-    workers: int = Field(1, ge=1)
+    workers: int = Field(default=1, ge=1)
     """Rollout workers, each one Ray actor with an engine of its own."""
-    cpus: float = Field(1.0, ge=0.0)
+    cpus: float = Field(default=1.0, ge=0.0)
     """CPUs that Ray reserves per worker."""
-    gpus: float = Field(0.0, ge=0.0)
+    gpus: float = Field(default=0.0, ge=0.0)
     """GPUs that Ray reserves per worker."""
     resources: dict[str, float] = Field(default_factory=dict)
     """Custom Ray resources per worker, to pin the fleet to certain nodes."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """Compute threads per engine process."""
-    samples_per_group: int = Field(8, ge=1)
+    samples_per_group: int = Field(default=8, ge=1)
     """Samples drawn for each task (G)."""
-    groups_per_call: int = Field(8, ge=1)
+    groups_per_call: int = Field(default=8, ge=1)
     """Groups handed to a worker in one call."""
     sampling: SamplingConfig = SamplingConfig()
     """The sampling distribution."""
@@ -120,11 +120,11 @@ class RolloutConfig(_Table):
     """The vLLM engine."""
     probe: ProbeConfig = ProbeConfig()
     """The parity probe."""
-    start_timeout_s: float = Field(600.0, gt=0.0)
+    start_timeout_s: float = Field(default=600.0, gt=0.0)
     """Longest time from creating a worker to a served engine."""
-    progress_timeout_s: float = Field(120.0, gt=0.0)
+    progress_timeout_s: float = Field(default=120.0, gt=0.0)
     """Longest time without a new token while groups are in flight, pauses excepted."""
-    sync_timeout_s: float = Field(120.0, gt=0.0)
+    sync_timeout_s: float = Field(default=120.0, gt=0.0)
     """Longest time for each stage of a weight sync: fetch, load, probe."""
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from actors.trajectory import FinishReason, VersionSpan, WeightLabel
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -111,8 +112,8 @@ class Engine:
         _require_plugin()
         os.environ.update(self._environment())
         try:
-            self._llm = await asyncio.to_thread(self._build)
-            await self._llm.update_weight_version(str(self.label))
+            await asyncio.to_thread(self._build)
+            await self._running.update_weight_version(str(self.label))
         except Exception as error:
             raise EngineError(
                 f"vLLM could not start on model {self._model!r}: {error}", fatal=True
@@ -238,7 +239,7 @@ class Engine:
             tokenizer=self._tokenizer,
             dtype=config.dtype,
             seed=config.seed,
-            max_model_len=config.max_model_len,
+            max_model_len=config.max_model_len,  # type: ignore[arg-type]  # None is its default
             max_num_seqs=config.max_num_seqs + _PROBE_SLOTS,
             max_num_batched_tokens=config.max_batched_tokens,
             enable_chunked_prefill=config.chunked_prefill,
@@ -291,10 +292,10 @@ class Engine:
             values["HF_HUB_OFFLINE"] = "1"
         return values
 
-    def _build(self) -> "AsyncLLM":
+    def _build(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return AsyncLLM.from_engine_args(
+        self._llm = AsyncLLM.from_engine_args(
             self.engine_arguments(), stat_loggers=[_counter(self._count)]
         )
 
@@ -364,6 +365,7 @@ class Engine:
             temperature=self._sampling.temperature,
             max_tokens=1,
             logprobs=k,
+            flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
@@ -372,8 +374,8 @@ class Engine:
                 label = await self._enter(0)
                 output = await self._request(prefix, params, label)
                 if output is not None:
-                    (position,) = output.outputs[0].logprobs
-                    return {token: entry.logprob for token, entry in position.items()}
+                    flat = _flat_logprobs(output.outputs[0])
+                    return dict(zip(flat.token_ids, flat.logprobs, strict=True))
 
     async def _restart_requests(self, *, everything: bool) -> None:
         """Takes back requests with a sample that has no token yet. Scheduled after the update,
@@ -430,13 +432,20 @@ def _counter(count: Callable[[int, int], None]) -> Any:
 
 def _completion(output: "CompletionOutput", dispatched: WeightLabel) -> Completion:
     token_ids = np.asarray(output.token_ids, dtype=np.int32)
-    flat = output.logprobs
-    if flat is None or len(flat) != len(token_ids):
-        raise EngineError("vLLM returned tokens without their log-probabilities")
     # With logprobs=0 a position holds the sampled token alone, so the flat list is per token.
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)
+    logprobs = np.asarray(_flat_logprobs(output).logprobs, dtype=np.float32)
+    if logprobs.shape != token_ids.shape:
+        raise EngineError(f"vLLM returned {len(logprobs)} values for {len(token_ids)} tokens")
     labels = [(WeightLabel.parse(s.version), s) for s in output.weight_versions or ()]
     if not labels or labels[0][0] != dispatched:
         raise EngineError(f"a request dispatched under {dispatched} was sampled as {labels}")
     spans = tuple(VersionSpan(label.version, s.start, s.end) for label, s in labels)
-    return Completion(token_ids, logprobs, spans, FinishReason(output.finish_reason))
+    return Completion(token_ids, logprobs, spans, FinishReason(output.finish_reason or ""))
+
+
+def _flat_logprobs(output: "CompletionOutput") -> "FlatLogprobs":
+    from vllm.logprobs import FlatLogprobs
+
+    if not isinstance(output.logprobs, FlatLogprobs):
+        raise EngineError(f"vLLM returned {type(output.logprobs).__name__} for log-probabilities")
+    return output.logprobs

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from learner.collective import Collective
+from learner.messages import CheckpointError, LearnerState
 from learner.model import Policy
 from learner.optimizer import Optimizer
 
@@ -26,19 +26,6 @@ COMPLETE = "COMPLETE"
 _STATE = "state.json"
 _TENSORS = "learner"
 _FORMAT = 1
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read; the message says what was expected."""
-
-
-@dataclass(frozen=True)
-class LearnerState:
-    """`version` of the weights, batch steps done (skipped ones too), and the caller's own JSON."""
-
-    version: int
-    batches: int
-    extra: dict[str, Any]
 
 
 def staging_folder(folder: Path) -> Path:

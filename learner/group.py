@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from learner.batch import StepRequest, StepResult
-from learner.checkpoint import LearnerState
-from learner.publisher import Publication
-from learner.rank import LearnerRank, LearnerSpec, ProbeRequest
+from learner.messages import LearnerSpec, LearnerState, ProbeRequest, Publication
 
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0
@@ -50,16 +48,26 @@ class RankInfo:
     node_ip: str
 
 
-class _RankActor(LearnerRank):
-    """A rank whose references are Ray's."""
+class _RankActor:
+    """A rank whose references are Ray's. The driver never imports what a rank imports."""
 
     def __init__(self, spec: LearnerSpec, rank: int, world: int) -> None:
-        super().__init__(spec, rank, world, fetch=lambda refs: ray.get(list(refs)))
+        from learner.rank import LearnerRank
+
+        self._place = rank
+        self._rank = LearnerRank(spec, rank, world, fetch=lambda refs: ray.get(list(refs)))
 
     def info(self) -> RankInfo:
         node = ray.get_runtime_context().get_node_id()
         ip = ray.util.get_node_ip_address()
-        return RankInfo(self._rank, os.getpid(), socket.gethostname(), node, ip)
+        return RankInfo(self._place, os.getpid(), socket.gethostname(), node, ip)
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._rank, name)(*args, **kwargs)
+
+    @ray.method(num_returns="streaming")
+    def publish(self, label: str, probe: ProbeRequest | None) -> Iterator[np.ndarray | Publication]:
+        yield from self._rank.publish(label, probe)
 
 
 class LearnerGroup:
@@ -99,15 +107,16 @@ class LearnerGroup:
         world = config.ranks
         self._actors = [actor.remote(self._spec, rank, world) for rank in range(world)]
         timeout_s = config.start_timeout_s
-        self._infos = await self._call("info", timeout_s=timeout_s)
+        infos = [_result(actor.info.remote()) for actor in self._actors]
+        self._infos = await self._settle("info", infos, timeout_s)
         alone = len({info.host for info in self._infos}) == 1
         ips = [_LOOPBACK if alone else info.node_ip for info in self._infos]
         first = self._actors[0]
         [address] = await self._settle(
-            "open_meeting", [_result(first.open_meeting.remote(ips[0]))], timeout_s
+            "open_meeting", [_result(first.call.remote("open_meeting", ips[0]))], timeout_s
         )
         pending = [
-            _result(actor.start.remote(address, ip))
+            _result(actor.call.remote("start", address, ip))
             for actor, ip in zip(self._actors, ips, strict=True)
         ]
         await self._settle("start", pending, timeout_s)
@@ -125,10 +134,7 @@ class LearnerGroup:
         """The current weights: their description, and one reference per chunk (uint8 array),
         owned by the calling process."""
         async with self._turn:
-            pending = [
-                _collect(actor.publish.options(num_returns="streaming").remote(label, probe))
-                for actor in self._actors
-            ]
+            pending = [_collect(actor.publish.remote(label, probe)) for actor in self._actors]
             collected = await self._settle("publish", pending, self._config.step_timeout_s)
         *chunks, last = collected[0]
         return await last, chunks
@@ -162,9 +168,7 @@ class LearnerGroup:
 
     async def _call(self, name: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         async with self._turn:
-            pending = [
-                _result(getattr(actor, name).remote(*args, **kwargs)) for actor in self._actors
-            ]
+            pending = [_result(actor.call.remote(name, *args, **kwargs)) for actor in self._actors]
             return await self._settle(name, pending, timeout_s)
 
     async def _settle(

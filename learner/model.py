@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from learner.attention import ATTENTION
 from learner.config import LearnerConfig
 from learner.logprobs import token_logprobs, top_logprobs
+from learner.messages import ModelError
 from learner.rows import PackedRow
 
 Head = Callable[[Tensor, Tensor], Any]
@@ -29,10 +30,6 @@ Head = Callable[[Tensor, Tensor], Any]
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-
-
-class ModelError(ValueError):
-    """The model folder cannot be used; the message says what was wrong and what to do."""
 
 
 class Policy(nn.Module):

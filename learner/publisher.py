@@ -7,7 +7,6 @@ one layer group is whole at any time, on any rank. Knows neither Ray nor files.
 import json
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from learner.messages import ProbeScores, Publication
 from learner.model import Policy
 
 CHUNK_BYTES = 64 << 20
@@ -32,32 +32,6 @@ _DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeScores:
-    """What the learner expects after each of P probe prefixes: the likeliest tokens int32 [P, K],
-    their log-probabilities at the sampling temperature and at temperature 1, float32 [P, K]."""
-
-    token_ids: np.ndarray
-    logprobs: np.ndarray
-    raw_logprobs: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Publication:
-    """Describes the chunks of one set of weights, in their order. `label` is the caller's."""
-
-    label: str
-    dtype: str
-    names: tuple[tuple[str, ...], ...]
-    nbytes: tuple[int, ...]
-    crc32: tuple[int, ...]
-    probe: ProbeScores | None
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.nbytes)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ calls in the same order, since each call takes collectives.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +16,15 @@ from transformers.utils.logging import disable_progress_bar
 from learner import checkpoint
 from learner.batch import StepRequest, StepResult
 from learner.collective import join, open_store
-from learner.config import LearnerConfig, ObjectiveConfig
 from learner.export import export_hf
+from learner.messages import LearnerSpec, LearnerState, ProbeRequest, ProbeScores, Publication
 from learner.model import load_policy
 from learner.optimizer import Optimizer
-from learner.publisher import ProbeScores, Publication, PublicationBuilder, iter_chunks
+from learner.publisher import PublicationBuilder, iter_chunks
 from learner.rows import read_rows
 from learner.scoring import Scorer
 from learner.step import Fetch, Trainer
 from learner.versions import VersionStore
-
-
-@dataclass(frozen=True)
-class LearnerSpec:
-    """What all ranks of a learner are built from. `objective` has the run's bounds filled in;
-    `rollout_dtype` is that of published and exported weights."""
-
-    model: str
-    config: LearnerConfig
-    objective: ObjectiveConfig
-    total_steps: int
-    max_response_tokens: int
-    rollout_dtype: str
-    seed: int
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeRequest:
-    """Score the `top_k` likeliest tokens after each prefix, at `temperature` and at 1."""
-
-    prefixes: tuple[tuple[int, ...], ...]
-    top_k: int
-    temperature: float
 
 
 class LearnerRank:
@@ -148,12 +124,12 @@ class LearnerRank:
     def stage(self, folder: str, extra: dict[str, Any], *, export: bool) -> None:
         """As `save`, but leaves the checkpoint in its staging folder, for others to add to."""
         staging = checkpoint.staging_folder(Path(folder))
-        state = checkpoint.LearnerState(self.version, self._optimizer.batches, extra)
+        state = LearnerState(self.version, self._optimizer.batches, extra)
         checkpoint.save_state(staging, self._policy, self._optimizer, self._ranks, state)
         if export:
             self.export(str(staging / "hf"))
 
-    def load(self, folder: str) -> checkpoint.LearnerState:
+    def load(self, folder: str) -> LearnerState:
         """Continue from a checkpoint; kept versions are forgotten."""
         state = checkpoint.load_state(Path(folder), self._policy, self._optimizer, self._ranks)
         self._store.forget()

@@ -35,19 +35,24 @@ class Generation:
         self._on_group = on_group
         self._on_tokens = on_tokens
         self._calls: set[asyncio.Task] = set()
-        self.accepting = False
+        self._accepting = False
+
+    def begin(self) -> None:
+        """Start dispatching."""
+        self._accepting = True
+        self._flow.changed.notify()
 
     async def run(self) -> None:
         """Loop: dispatch whenever something changed. Ended by cancellation only."""
         async with asyncio.TaskGroup() as group:
             while True:
-                if self.accepting:
+                if self._accepting:
                     self._dispatch_all(group)
                 await self._flow.changed.wait()
 
     async def drain(self) -> None:
         """Stop dispatching; return when no call is in flight."""
-        self.accepting = False
+        self._accepting = False
         while self._calls:
             await self._flow.changed.wait()
 
@@ -93,7 +98,7 @@ class Generation:
             worker.in_flight -= len(open_leases)
             for lease in open_leases.values():
                 self._flow.attempt_failed(lease, "worker_lost", f"{worker.name}: {reason}")
-            self._calls.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._calls.discard(asyncio.current_task())
             self._flow.changed.notify()
 
 

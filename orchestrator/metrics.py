@@ -106,6 +106,9 @@ class Metrics:
         }
 
     def _flow_metrics(self) -> None:
+        self._generated_tokens = self._counter(
+            "generated_tokens", "Response tokens that came back from rollout workers."
+        )
         self._trained_tokens = self._counter(
             "trained_tokens", "Tokens trained, by versions behind.", ("staleness",), self._lags
         )
@@ -222,6 +225,10 @@ class Metrics:
         self._slots.set(gauges.generation_slots)
         self._verifying.set(gauges.verifying_groups)
         self._blocked.set(gauges.admission_blocked_share)
+
+    def observe_generated(self, tokens: int) -> None:
+        """`tokens` more response tokens came back from a rollout worker."""
+        self._generated_tokens.inc(tokens)
 
     def observe_verdict(self, status: str, samples: int = 1) -> None:
         """`samples` more samples were scored with `status`."""

@@ -176,7 +176,7 @@ class Pipeline:
         await self._start()
         self._before = await self._evaluate("before")
         started = time.monotonic()
-        self._generation.accepting = True
+        self._generation.begin()
         await self._training.run()
         training_seconds = time.monotonic() - started
         await self._generation.drain()

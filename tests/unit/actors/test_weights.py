@@ -248,11 +248,10 @@ def test_files_in_use_stay_whole_in_any_interleaving(store: Store, folder: Path,
 
 def test_cancelled_staging_can_be_repeated(store: Store, folder: Path) -> None:
     manifest = store.publish(7)
-    never = asyncio.Event
 
     async def stuck(ref: str) -> np.ndarray:
         if ref.endswith("/1"):
-            await never().wait()
+            await asyncio.Event().wait()
         return store.chunks[ref]
 
     async def main() -> list[Path]:

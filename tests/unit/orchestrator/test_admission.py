@@ -269,7 +269,7 @@ class Spine(RuleBasedStateMachine):
         eta=st.integers(0, 3),
         workers=st.integers(1, 3),
         policy=st.sampled_from(StalePolicy),
-        spare=st.integers(0, 8),
+        spare=st.sampled_from([0, 1, 4, 20]),
     )
     def begin(self, batch, eta, workers, policy, spare):
         self.batch, self.eta, self.policy = batch, eta, policy
@@ -308,7 +308,6 @@ class Spine(RuleBasedStateMachine):
         self.running[group] = self.started[group] = Run(worker, version, self.eta, attempt)
         return True
 
-    @rule(worker=st.integers(0, 2), count=st.integers(1, 6))
     def start(self, worker, count):
         worker %= len(self.workers)
         while count and self.start_one(worker):
@@ -329,10 +328,33 @@ class Spine(RuleBasedStateMachine):
         newest = self.workers[run.worker]
         self.queue.put(group, (run.start_version, newest), 10 * (group % 13), now=0.0)
 
-    @precondition(lambda self: self.running)
-    @rule(pick=st.randoms(use_true_random=False), dropped=st.booleans())
-    def finish(self, pick, dropped):
-        self.finish_one(pick.choice(sorted(self.running)), dropped)
+    def finish(self, unfinished: set[int], uniform: set[int]) -> None:
+        """All that run end, by place in the order: some stay, some have nothing to teach."""
+        for place, group in enumerate(sorted(self.running)):
+            if place not in unfinished:
+                self.finish_one(group, place in uniform)
+
+    # One rule for both sides: hypothesis switches rules off at random, and without either of
+    # them nothing would ever be trained.
+    @rule(
+        worker=st.integers(0, 2),
+        count=st.sampled_from([0, 1, 5, 20]),
+        unfinished=st.sets(st.integers(0, 12), max_size=3),
+        uniform=st.sets(st.integers(0, 12), max_size=2),
+        steps=st.integers(0, 5),
+        hold=st.booleans(),
+    )
+    def work(self, worker, count, unfinished, uniform, steps, hold):
+        """A worker starts some, some finish, the learner takes steps, and perhaps a batch more."""
+        self.start(worker, count)
+        self.finish(unfinished, uniform)
+        for _ in range(steps):
+            if not self.held:
+                self.take()
+            if self.held:
+                self.train()
+        if hold and not self.held:
+            self.take()
 
     # Faults
 
@@ -343,27 +365,27 @@ class Spine(RuleBasedStateMachine):
         else:
             self.end(group, Failed(group, "worker_lost"))
 
-    @precondition(lambda self: self.running)
-    @rule(pick=st.randoms(use_true_random=False))
-    def fail(self, pick):
-        group = pick.choice(sorted(self.running))
-        del self.running[group]
-        self.lose(group)
+    @rule(
+        fault=st.sampled_from(["attempt", "worker", "content"]),
+        pick=st.integers(0, 20),
+    )
+    def fault(self, fault, pick):
+        if fault == "attempt" and self.running:
+            group = sorted(self.running)[pick % len(self.running)]
+            del self.running[group]
+            self.lose(group)
+        elif fault == "worker":
+            self.replace_worker(pick % len(self.workers))
+        elif fault == "content" and len(self.queue):
+            group = self.queue.ready()[pick % len(self.queue)].group_id
+            self.queue.withdraw(group)
+            self.lose(group)
 
-    @rule(worker=st.integers(0, 2))
     def replace_worker(self, worker):
-        worker %= len(self.workers)
         for group in [g for g, run in self.running.items() if run.worker == worker]:
             del self.running[group]
             self.lose(group)
         self.workers[worker] = self.admission.version
-
-    @precondition(lambda self: len(self.queue))
-    @rule(pick=st.randoms(use_true_random=False))
-    def lose_ready_content(self, pick):
-        entry = pick.choice(self.queue.ready())
-        self.queue.withdraw(entry.group_id)
-        self.lose(entry.group_id)
 
     # Learner
 
@@ -386,11 +408,6 @@ class Spine(RuleBasedStateMachine):
             if self.highest_eta == 0:
                 assert lag == 0
 
-    @precondition(lambda self: not self.held)
-    @rule()
-    def take_batch(self):
-        self.take()
-
     def train(self) -> None:
         version = self.admission.version
         groups = [entry.group_id for entry in self.held]
@@ -411,11 +428,6 @@ class Spine(RuleBasedStateMachine):
             self.queue.release(group)
         self.ended.update(groups)
         self.held = []
-
-    @precondition(lambda self: self.held)
-    @rule()
-    def step(self):
-        self.train()
 
     @precondition(lambda self: self.held)
     @rule()
