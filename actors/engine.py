@@ -123,8 +123,9 @@ class Engine:
 
     async def close(self) -> None:
         """Ends the engine and its processes; requests in flight fail."""
-        llm, self._llm = self._llm, None
-        if llm is not None:
+        if self._llm is not None:
+            await self._fail(EngineError("the engine was closed"))
+            llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown, _SHUTDOWN_GRACE_S)
             del llm
             gc.unfreeze()
@@ -218,7 +219,9 @@ class Engine:
             resumed = time.perf_counter()
         except BaseException as error:
             cause = str(error) or type(error).__name__
-            raise await self._fail(f"loading weights {label} failed: {cause}") from error
+            failure = EngineError(f"loading weights {label} failed: {cause}", fatal=True)
+            await self._fail(failure)
+            raise failure from error
         finally:
             self.paused = False
             await self._notify()
@@ -387,12 +390,12 @@ class Engine:
             if everything or any(processor.request_states[c].is_prefilling for c in children):
                 await self._running.abort(request_id)
 
-    async def _fail(self, cause: str) -> EngineError:
+    async def _fail(self, failure: EngineError) -> None:
         """Refuses all further requests and ends those in flight."""
-        self._failure = EngineError(cause, fatal=True)
+        self._failure = self._failure or failure
         if self._llm is not None and not self._llm.errored:
             await self._llm.abort(list(self._in_flight))
-        return self._failure
+        await self._notify()
 
 
 def _require_plugin() -> None:

