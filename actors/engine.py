@@ -10,9 +10,8 @@ import gc
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import numpy as np
 
 from actors.config import EngineConfig, SamplingConfig
 from actors.trajectory import FinishReason, VersionSpan, WeightLabel
+from actors.vllm_setup import engine_arguments, environment, require_plugin, step_counter
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 INITIAL_LABEL = WeightLabel(lineage=0, version=0)
-_BACKEND = "slipstream"
-_CPU_KV_CACHE_BYTES = 256 << 20
 # Probes run beside a full load of groups, so that a long response cannot delay a verdict on the
 # weights that all results wait for.
 _PROBE_SLOTS = 16
@@ -109,11 +107,14 @@ class Engine:
         Raises EngineError naming what could not be loaded. Sets environment variables of this
         process, which the engine's child processes inherit.
         """
-        _require_plugin()
-        os.environ.update(self._environment())
+        os.environ.update(environment(self._model, self._config, self._threads))
         try:
+            require_plugin()
             await asyncio.to_thread(self._build)
             await self._running.update_weight_version(str(self.label))
+            # vLLM asks once and keeps the answer. Later a dispatch must not yield between taking
+            # its label and being known to `_restart_requests`.
+            await self._running.get_supported_tasks()
         except Exception as error:
             raise EngineError(
                 f"vLLM could not start on model {self._model!r}: {error}", fatal=True
@@ -229,40 +230,9 @@ class Engine:
 
     def engine_arguments(self) -> "AsyncEngineArgs":
         """What vLLM is started with."""
-        from vllm.config import WeightTransferConfig
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.platforms import current_platform
-
-        config = self._config
-        kv_cache_bytes = config.kv_cache_bytes
-        if kv_cache_bytes is None and current_platform.is_cpu():
-            kv_cache_bytes = _CPU_KV_CACHE_BYTES
-        return AsyncEngineArgs(
-            model=self._model,
-            tokenizer=self._tokenizer,
-            dtype=config.dtype,
-            seed=config.seed,
-            max_model_len=config.max_model_len,  # type: ignore[arg-type]  # None is its default
-            max_num_seqs=config.max_num_seqs + _PROBE_SLOTS,
-            max_num_batched_tokens=config.max_batched_tokens,
-            enable_chunked_prefill=config.chunked_prefill,
-            enable_prefix_caching=config.enable_prefix_caching,
-            block_size=config.block_size,
-            kv_cache_memory_bytes=kv_cache_bytes,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            enforce_eager=config.enforce_eager,
-            tensor_parallel_size=config.tensor_parallel_size,
-            distributed_executor_backend=self._executor,
-            logprobs_mode="processed_logprobs",
-            weight_transfer_config=WeightTransferConfig(backend=_BACKEND),
-            disable_log_stats=True,
+        return engine_arguments(
+            self._model, self._tokenizer, self._config, reserved_sequences=_PROBE_SLOTS
         )
-
-    @property
-    def _executor(self) -> str:
-        if self._config.executor != "auto":
-            return self._config.executor
-        return "uni" if self._config.tensor_parallel_size == 1 else "mp"
 
     @property
     def _running(self) -> "AsyncLLM":
@@ -272,34 +242,11 @@ class Engine:
             raise EngineError("the engine is not running")
         return self._llm
 
-    def _environment(self) -> dict[str, str]:
-        threads = str(self._threads)
-        values = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "TOKENIZERS_PARALLELISM": "false",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_LOGGING_COLOR": "0",
-            # The CPU platform replaces the uni executor by a further process unless this is off;
-            # the core of an AsyncLLM has its own process either way.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        if self._config.enforce_eager:
-            # Parts of the sampler are compiled even in eager mode, which needs a C++ compiler.
-            values["TORCHDYNAMO_DISABLE"] = "1"
-        if self._executor != "ray":
-            values["VLLM_HOST_IP"] = "127.0.0.1"
-        if Path(self._model).is_dir():
-            values["HF_HUB_OFFLINE"] = "1"
-        return values
-
     def _build(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._llm = AsyncLLM.from_engine_args(
-            self.engine_arguments(), stat_loggers=[_counter(self._count)]
+            self.engine_arguments(), stat_loggers=[step_counter(self._count)]
         )
 
     def _count(self, generated_tokens: int, cache_hit_tokens: int) -> None:
@@ -396,41 +343,6 @@ class Engine:
         if self._llm is not None and not self._llm.errored:
             await self._llm.abort(list(self._in_flight))
         await self._notify()
-
-
-def _require_plugin() -> None:
-    if not any(e.name == _BACKEND for e in entry_points(group="vllm.general_plugins")):
-        raise EngineError(
-            "the package slipstream-rl is not installed in this environment, so vLLM cannot find "
-            "the weight receiver: pip install it on every node",
-            fatal=True,
-        )
-
-
-def _counter(count: Callable[[int, int], None]) -> Any:
-    """A vLLM stat logger class that reports (generated, cache hit) tokens of each engine step."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class Counter(StatLoggerBase):
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            pass
-
-        def record(
-            self,
-            scheduler_stats: Any,
-            iteration_stats: Any,
-            mm_cache_stats: Any = None,
-            engine_idx: int = 0,
-        ) -> None:
-            count(
-                iteration_stats.num_generation_tokens if iteration_stats else 0,
-                scheduler_stats.prefix_cache_stats.hits if scheduler_stats else 0,
-            )
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return Counter
 
 
 def _completion(output: "CompletionOutput", dispatched: WeightLabel) -> Completion:

@@ -10,7 +10,7 @@ import re
 import time
 import zlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ import ray
 
 from actors.config import RolloutConfig
 from actors.engine import Completion, Engine, EngineError, Generation
+from actors.messages import GroupReceipt, GroupRequest, SyncReport, WorkerInfo, WorkerProgress
 from actors.parity import ParityReport, ProbeExpectation, compare, tolerance
 from actors.trajectory import RolloutSample, TrajectoryMeta, WeightLabel, rollout_batch, sample_id
 from actors.weights import StagedFiles, WeightManifest, stage, staging_folder
@@ -32,74 +33,6 @@ _EXIT_DELAY_S = 1.0
 
 class QuarantineError(RuntimeError):
     """Samples of weights that the engine does not serve faithfully."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRequest:
-    """One group to generate: `n` samples of one task. Sample i is seeded by `seed + i`."""
-
-    group_id: int
-    task_id: str
-    prompt_ids: tuple[int, ...]
-    n: int
-    attempt: int = 0
-    seed: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GroupReceipt:
-    """What became of a group. `label` served at its dispatch; times are unix seconds."""
-
-    group_id: int
-    attempt: int
-    ok: bool
-    label: str
-    started_at: float
-    finished_at: float
-    error: str = ""
-    samples: int = 0
-    response_tokens: tuple[int, ...] = ()
-    """length of each sample"""
-    nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerInfo:
-    """A worker that is ready to generate."""
-
-    name: str
-    node_id: str
-    pid: int
-    engine_pids: tuple[int, ...]
-    max_groups_in_flight: int
-    label: WeightLabel
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """One weight sync. `label` is what the engine serves now; `superseded` tells that newer
-    weights were asked for meanwhile, so these were not loaded. `parity` is None without a probe.
-    """
-
-    label: WeightLabel
-    superseded: bool = False
-    stage_s: float = 0.0
-    pause_s: float = 0.0
-    load_s: float = 0.0
-    probe_s: float = 0.0
-    nbytes: int = 0
-    parity: ParityReport | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerProgress:
-    """Counters that a supervisor compares between two looks."""
-
-    tokens_generated: int
-    groups_in_flight: int
-    label: WeightLabel
-    paused: bool
 
 
 class RolloutWorker:

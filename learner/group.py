@@ -21,6 +21,7 @@ from learner.batch import StepRequest, StepResult
 from learner.messages import LearnerSpec, LearnerState, ProbeRequest, Publication
 
 _LOOPBACK = "127.0.0.1"
+_LOST_COLLECTIVE = ("gloo", "nccl", "connection", "another learner rank")
 _GRACE_S = 5.0
 """How long after a first failure the other ranks get to report theirs, to find the culprit."""
 
@@ -194,8 +195,9 @@ class LearnerGroup:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _raise_cause(self, tasks: Sequence[asyncio.Future[Any]]) -> None:
-        """Raise what explains failed tasks best: a death, else an error of ours, which leaves the
-        ranks in step, else the failed collective."""
+        """Raise what explains failed tasks best: a death, an error of a rank's own, a rank that is
+        silent, and only then a failed collective. A ValueError with all ranks answering leaves
+        them in step, so it does not end the group."""
         errors = {
             rank: error
             for rank, task in enumerate(tasks)
@@ -206,13 +208,17 @@ class LearnerGroup:
         for rank, error in errors.items():
             if isinstance(error, RayActorError):
                 raise self._ended(rank, str(error).strip()) from error
-        stuck = any(not task.done() for task in tasks)
-        ours = [error for error in errors.values() if isinstance(error, ValueError)]
-        if ours and not stuck:
-            raise ours[0]
-        rank, error = min(errors.items(), key=lambda item: not isinstance(item[1], ValueError))
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        raise self._ended(rank, f"{type(cause).__name__}: {cause}") from error
+        causes = {rank: _cause(error) for rank, error in errors.items()}
+        stuck = [rank for rank, task in enumerate(tasks) if not task.done()]
+        culprits = [rank for rank in errors if not _is_lost_collective(causes[rank])]
+        if culprits and not stuck and isinstance(errors[culprits[0]], ValueError):
+            raise errors[culprits[0]]
+        rank = (culprits or stuck or list(errors))[0]
+        witness = rank if rank in errors else next(iter(errors))
+        cause = f"{type(causes[witness]).__name__}: {causes[witness]}"
+        if witness != rank:
+            cause = f"it stopped answering, and rank {witness} saw {cause}"
+        raise self._ended(rank, cause) from errors[witness]
 
     def _ended(self, rank: int, cause: str) -> LearnerDied:
         self._failure = LearnerDied(rank, cause)
@@ -228,6 +234,16 @@ class LearnerGroup:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(info.pid, signal.SIGKILL)
         self._actors, self._infos = [], []
+
+
+def _cause(error: BaseException) -> BaseException:
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _is_lost_collective(cause: BaseException) -> bool:
+    """Whether this is what a rank reports when another one has left it alone."""
+    text = f"{type(cause).__name__} {cause}".lower()
+    return isinstance(cause, RuntimeError) and any(sign in text for sign in _LOST_COLLECTIVE)
 
 
 async def _result(ref: ray.ObjectRef) -> Any:

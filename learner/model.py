@@ -33,11 +33,15 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Policy(nn.Module):
-    """A causal language model without its logits: a head sees hidden states and head weight."""
+    """A causal language model without its logits: a head sees hidden states and head weight.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    `stored_dtype` is that of the folder it came from.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.model = model
+        self.stored_dtype = stored_dtype
         # A tuple: the layers are registered in `model` already.
         self.layers = _decoder_layers(model)
 
@@ -98,6 +102,7 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
     try:
         settings = AutoConfig.from_pretrained(path)
         _check_supported(settings)
+        stored = settings.dtype or torch.float32
         model = AutoModelForCausalLM.from_pretrained(
             path, config=settings, dtype=torch.float32, attn_implementation=ATTENTION
         )
@@ -107,12 +112,11 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
         raise ModelError(f"model {path} does not load: {error}") from error
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"model {path} has a bias on its output head, which is not supported")
-    return shard(model, config, mesh)
+    return shard(Policy(model.eval(), stored), config, mesh)
 
 
-def shard(model: PreTrainedModel, config: LearnerConfig, mesh: DeviceMesh) -> Policy:
-    """Wrap and shard a float32 model in place: each decoder layer, and the rest as one group."""
-    policy = Policy(model.eval())
+def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> Policy:
+    """Shard a float32 policy in place: each decoder layer, and the rest as one group."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype),
         reduce_dtype=getattr(torch, config.reduce_dtype),

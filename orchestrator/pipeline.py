@@ -14,7 +14,7 @@ import ray
 
 from actors.trajectory import TrajectoryMeta
 from learner.group import LearnerGroup
-from learner.rank import LearnerSpec
+from learner.messages import LearnerSpec
 from orchestrator import cluster
 from orchestrator.calls import within
 from orchestrator.checkpointing import Checkpointing

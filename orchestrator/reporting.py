@@ -154,10 +154,7 @@ class Reporter:
         report = flow.ledger.report()
         samples = report.samples.as_dict()
         self._metrics.observe_fates(
-            samples={
-                fate: samples[fate]
-                for fate in ("generated", "trained", "masked", "dropped", "superseded")
-            },
+            samples={fate: samples[fate] for fate in SAMPLE_FATES},
             groups={
                 "admitted": report.admitted_tasks,
                 "consumed": report.consumed_tasks,

@@ -18,8 +18,7 @@ from actors.trajectory import WeightLabel
 from actors.weights import ChunkInfo, WeightManifest
 from actors.worker import SyncReport, WorkerInfo
 from learner.group import LearnerGroup
-from learner.publisher import Publication
-from learner.rank import ProbeRequest
+from learner.messages import ProbeRequest, Publication
 from orchestrator.calls import DeadlineExceeded, within
 from orchestrator.fleet import Fleet, Worker, WorkerState, root_cause
 from orchestrator.reporting import Reporter

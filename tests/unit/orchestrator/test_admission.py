@@ -245,6 +245,7 @@ def test_no_tokens_are_no_trouble():
 
 MAX_ATTEMPTS = 3
 GROUP_BYTES = 100
+"""What the queue believes to be the worst case; some groups turn out larger."""
 
 
 @dataclass
@@ -326,7 +327,7 @@ class Spine(RuleBasedStateMachine):
             return
         self.ledger.apply(Ready(group, run.attempt))
         newest = self.workers[run.worker]
-        self.queue.put(group, (run.start_version, newest), 10 * (group % 13), now=0.0)
+        self.queue.put(group, (run.start_version, newest), 30 * (group % 7), now=0.0)
 
     def finish(self, unfinished: set[int], uniform: set[int]) -> None:
         """All that run end, by place in the order: some stay, some have nothing to teach."""
@@ -366,7 +367,7 @@ class Spine(RuleBasedStateMachine):
             self.end(group, Failed(group, "worker_lost"))
 
     @rule(
-        fault=st.sampled_from(["attempt", "worker", "content"]),
+        fault=st.sampled_from(["attempt", "worker", "content", "gives up"]),
         pick=st.integers(0, 20),
     )
     def fault(self, fault, pick):
@@ -380,6 +381,9 @@ class Spine(RuleBasedStateMachine):
             group = self.queue.ready()[pick % len(self.queue)].group_id
             self.queue.withdraw(group)
             self.lose(group)
+        elif fault == "gives up" and (waiting := self.admission.waiting):
+            group = waiting[pick % len(waiting)]
+            self.end(group, Failed(group, "gave_up"))
 
     def replace_worker(self, worker):
         for group in [g for g, run in self.running.items() if run.worker == worker]:
@@ -400,6 +404,9 @@ class Spine(RuleBasedStateMachine):
             if drops_group(self.policy, entry.item[0], self.admission.version, self.eta):
                 self.end(entry.group_id, Dropped(entry.group_id, "stale"))
         self.held = self.queue.take()
+        if self.held and self.policy.in_admission_order:
+            first = sorted(self.admitted - self.ended)[: self.batch]
+            assert [entry.group_id for entry in self.held] == first
         for entry in self.held:
             lag = self.admission.version - entry.item[0]
             run = self.started[entry.group_id]
