@@ -3,12 +3,14 @@
 It translates `EngineConfig` into vLLM's terms and knows nothing of requests or weights.
 """
 
+import os
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.config import EngineConfig
+from actors.lifeline import OWNER_VARIABLE
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -23,6 +25,7 @@ def environment(model: str, config: EngineConfig, threads: int) -> dict[str, str
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
+        OWNER_VARIABLE: str(os.getpid()),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_COLOR": "0",

@@ -22,6 +22,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
+from actors.lifeline import follow_owner
 from actors.weights import read_chunk
 
 if TYPE_CHECKING:
@@ -32,7 +33,9 @@ BACKEND = "slipstream"
 
 
 def register() -> None:
-    """Makes the backend known to this process; vLLM calls it in each of its processes."""
+    """Makes the backend known to this process, which vLLM lets each of its processes call, and
+    lets a process that the rollout worker started die with it."""
+    follow_owner()
     with suppress(ValueError):  # vLLM may load its plugins several times in one process
         WeightTransferEngineFactory.register_engine(BACKEND, ChunkFileReceiver)
     # It warns on every update about modules without weights of their own, such as a tied head;

@@ -211,8 +211,8 @@ class LearnerGroup:
         causes = {rank: _cause(error) for rank, error in errors.items()}
         stuck = [rank for rank, task in enumerate(tasks) if not task.done()]
         culprits = [rank for rank in errors if not _is_lost_collective(causes[rank])]
-        if culprits and not stuck and isinstance(errors[culprits[0]], ValueError):
-            raise errors[culprits[0]]
+        if culprits and not stuck and isinstance(causes[culprits[0]], ValueError):
+            raise causes[culprits[0]] from errors[culprits[0]]
         rank = (culprits or stuck or list(errors))[0]
         witness = rank if rank in errors else next(iter(errors))
         cause = f"{type(causes[witness]).__name__}: {causes[witness]}"

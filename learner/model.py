@@ -99,6 +99,8 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
     Raises ModelError when the folder does not load or needs what packed rows do not offer.
     Each rank loads the whole model into host memory before it keeps its shard.
     """
+    if str(path).count("/") != 1 and not Path(path).is_dir():
+        raise ModelError(f"model {path}: there is no such folder")
     try:
         settings = AutoConfig.from_pretrained(path)
         _check_supported(settings)

@@ -34,7 +34,7 @@ from actors.trajectory import (
 from learner.batch import GroupEntry, StepRequest, StepResult
 from learner.config import LearnerConfig
 from learner.group import LearnerDied, LearnerGroup
-from learner.messages import LearnerSpec, ProbeRequest
+from learner.messages import LearnerSpec, ModelError, ProbeRequest
 from learner.rows import pack, read_rows
 
 pytestmark = pytest.mark.integration
@@ -131,7 +131,7 @@ def spec(model: Path, ranks: int) -> LearnerSpec:
             "objective": {"preset": "dapo", "advantage": {"scale": "none"}, "overlong_window": 0},
             "step_timeout_s": 120,
             "collective_timeout_s": 60,
-            "start_timeout_s": 180,
+            "start_timeout_s": 500,
         }
     )
     objective = config.objective.for_run(
@@ -462,3 +462,10 @@ def test_killed_rank_is_named(groups, origin: Path) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in survivors):
         assert time.monotonic() < deadline, "a rank outlived its group"
         time.sleep(0.1)
+
+
+def test_model_that_does_not_load_is_named(cluster, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    group = LearnerGroup(spec(tmp_path, 1))
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        asyncio.run(group.start())

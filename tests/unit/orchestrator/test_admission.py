@@ -330,8 +330,8 @@ class Spine(RuleBasedStateMachine):
         self.queue.put(group, (run.start_version, newest), 30 * (group % 7), now=0.0)
 
     def finish(self, unfinished: set[int], uniform: set[int]) -> None:
-        """All that run end, by place in the order: some stay, some have nothing to teach."""
-        for place, group in enumerate(sorted(self.running)):
+        """All that run end, odd ids last: some stay, some have nothing to teach."""
+        for place, group in enumerate(sorted(self.running, key=lambda g: (g % 2, g))):
             if place not in unfinished:
                 self.finish_one(group, place in uniform)
 

@@ -1,7 +1,7 @@
 """The ready queue: order, bounds at admission, accounting of bytes."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.queue import Bound, QueueError, ReadyQueue
@@ -177,6 +177,7 @@ def test_starved_in_admission_order_means_that_the_first_groups_are_missing():
     assert queue.stats(0.0).starved
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(["in", "put", "take", "out"]), st.integers(0, 150))),
     st.booleans(),
