@@ -38,8 +38,8 @@ class SamplingConfig(_Table):
 class EngineConfig(_Table):
     """Settings of the vLLM engine inside one rollout worker."""
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Precision of weights and activations; auto takes the one the model was saved in."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Precision of weights and activations, and so of published weights."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest prompt plus response, in tokens; absent means the model's own limit."""
     max_num_seqs: int = Field(default=64, ge=1)

@@ -45,7 +45,8 @@ class ProbeExpectation:
     """The learner's next-token log-probabilities at P fixed prefixes, for the K likeliest tokens.
 
     `token_ids` int32 [P, K]; `logprobs` float32 [P, K] at the sampling temperature;
-    `raw_logprobs` float32 [P, K] at temperature 1. `label` names the weights, for messages.
+    `raw_logprobs` float32 [P, K] at temperature 1. `label` names the weights, for messages; `dtype`
+    is the precision that the learner computed in.
     """
 
     prefixes: tuple[tuple[int, ...], ...]
@@ -53,6 +54,7 @@ class ProbeExpectation:
     logprobs: np.ndarray
     raw_logprobs: np.ndarray
     label: str = ""
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         shapes = {self.token_ids.shape, self.logprobs.shape, self.raw_logprobs.shape}

@@ -297,7 +297,6 @@ class RolloutWorker:
         try:
             async with asyncio.timeout(self._config.sync_timeout_s):
                 times = await self._engine.load(files, label)
-            files.release()
             loaded = time.perf_counter()
             doing = "probing"
             async with asyncio.timeout(self._config.sync_timeout_s):
@@ -310,6 +309,7 @@ class RolloutWorker:
             cause = _sentence(error)
             raise
         finally:
+            files.release()
             proof.set_result(cause)
             if not cause:
                 del self._proofs[label]
@@ -333,7 +333,7 @@ class RolloutWorker:
             expected.prefixes, expected.token_ids.shape[1]
         )
         self._expectation = expected
-        limit = tolerance(self._engine.dtype, manifest.dtype, at_step_0)
+        limit = tolerance(self._engine.dtype, expected.dtype, at_step_0)
         return compare(expected, observed, previous, limit)
 
     def _late(self, doing: str, manifest: WeightManifest) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -164,7 +165,11 @@ class LearnerGroup:
         await self._call("export", folder, timeout_s=self._config.step_timeout_s)
 
     async def close(self) -> None:
-        """End the rank processes."""
+        """End the rank processes; Ray's own way first, which it does not report as a death."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        processes = [psutil.Process(pid) for pid in self._local_pids() if psutil.pid_exists(pid)]
+        await asyncio.to_thread(psutil.wait_procs, processes, _GRACE_S)
         self._kill()
 
     async def _call(self, name: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
@@ -228,12 +233,15 @@ class LearnerGroup:
     def _kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
-        for info in self._infos:
+        for pid in self._local_pids():
             # Ray's own kill leaves a stopped process alive.
-            if info.host == socket.gethostname():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(info.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._actors, self._infos = [], []
+
+    def _local_pids(self) -> list[int]:
+        here = socket.gethostname()
+        return [info.pid for info in self._infos if info.host == here]
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -21,8 +21,8 @@ class LearnerSpec:
     """What all ranks of a learner are built from.
 
     `model` is a folder or hub name; `objective` has the run's bounds filled in; `total_steps` ends
-    the learning-rate schedule; `rollout_dtype` (a torch name, or auto for the one that the
-    model folder names) is that of published and exported weights.
+    the learning-rate schedule; `rollout_dtype` (a torch name) is that of published and exported
+    weights.
     """
 
     model: str

@@ -33,15 +33,11 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Policy(nn.Module):
-    """A causal language model without its logits: a head sees hidden states and head weight.
+    """A causal language model without its logits: a head sees hidden states and head weight."""
 
-    `stored_dtype` is that of the folder it came from.
-    """
-
-    def __init__(self, model: PreTrainedModel, stored_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.stored_dtype = stored_dtype
         # A tuple: the layers are registered in `model` already.
         self.layers = _decoder_layers(model)
 
@@ -99,12 +95,11 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
     Raises ModelError when the folder does not load or needs what packed rows do not offer.
     Each rank loads the whole model into host memory before it keeps its shard.
     """
-    if str(path).count("/") != 1 and not Path(path).is_dir():
+    if str(path).count("/") > 1 and not Path(path).is_dir():
         raise ModelError(f"model {path}: there is no such folder")
     try:
         settings = AutoConfig.from_pretrained(path)
         _check_supported(settings)
-        stored = settings.dtype or torch.float32
         model = AutoModelForCausalLM.from_pretrained(
             path, config=settings, dtype=torch.float32, attn_implementation=ATTENTION
         )
@@ -114,7 +109,7 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
         raise ModelError(f"model {path} does not load: {error}") from error
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"model {path} has a bias on its output head, which is not supported")
-    return shard(Policy(model.eval(), stored), config, mesh)
+    return shard(Policy(model.eval()), config, mesh)
 
 
 def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> Policy:

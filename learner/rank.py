@@ -95,7 +95,7 @@ class LearnerRank:
     def publish(self, label: str, probe: ProbeRequest | None) -> Iterator[np.ndarray | Publication]:
         """Rank 0 yields the chunks (uint8 arrays) of the current weights in the rollout dtype,
         then the `Publication` that describes them; the others yield nothing."""
-        dtype = self._rollout_dtype()
+        dtype = getattr(torch, self._spec.rollout_dtype)
         leads = self._rank == 0
         builder = PublicationBuilder()
         for tensors in iter_chunks(self._policy, dtype, keep=leads):
@@ -138,12 +138,8 @@ class LearnerRank:
 
     def export(self, folder: str) -> None:
         """Write the current weights as a Hugging Face folder, in the rollout dtype."""
-        dtype = self._rollout_dtype()
+        dtype = getattr(torch, self._spec.rollout_dtype)
         export_hf(self._policy, self._spec.model, Path(folder), dtype, self._ranks)
-
-    def _rollout_dtype(self) -> torch.dtype:
-        name = self._spec.rollout_dtype
-        return self._policy.stored_dtype if name == "auto" else getattr(torch, name)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from orchestrator.calls import DeadlineExceeded, within
 from orchestrator.errors import RunError
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PING_PERIOD_S = 2.0
 PING_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
+ACTOR_DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
 
 
 class WorkerState(StrEnum):
@@ -230,11 +231,11 @@ def _process(info: Any) -> str:
 
 def root_cause(error: BaseException) -> str:
     """One line that says why a remote call failed, without Ray's wrapping."""
-    cause = getattr(error, "cause", None)
-    if isinstance(error, RayActorError):
-        first = str(error).strip().splitlines()
-        return " ".join(line.strip() for line in first[:3]) or type(error).__name__
-    inner = cause if isinstance(cause, BaseException) else error
-    text = str(inner).strip().splitlines()
-    name = type(inner).__name__
-    return f"{name}: {text[-1].strip()}" if text else name
+    inner = error.cause if isinstance(error, RayTaskError) else error
+    lines = [line.strip() for line in str(inner).strip().splitlines()]
+    if isinstance(inner, RayActorError):
+        wanted = [line for line in lines if not line.startswith(ACTOR_DETAILS)]
+        return " ".join(wanted[:2]) or type(inner).__name__
+    if isinstance(inner, RunError) or not lines:
+        return " ".join(lines) or type(inner).__name__
+    return f"{type(inner).__name__}: {' '.join(lines)}"

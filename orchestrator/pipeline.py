@@ -106,6 +106,7 @@ class Pipeline:
             self._rollout,
             config.rollout,
             probe_prefixes=probe_prefixes(tasks.held_out, config.rollout.probe),
+            learner_dtype=config.learner.param_dtype,
             changed=self.changed,
             reporter=reporter,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from orchestrator.calls import DeadlineExceeded, within
 from orchestrator.errors import RunError
@@ -90,7 +90,10 @@ class Verification:
             self._changed.notify()
 
     async def score(self, batch_ref: Any, task: Task) -> pa.RecordBatch:
-        """Verdict columns for one rollout batch. Raises VerificationFailed or the batch's loss."""
+        """Verdict columns for one rollout batch.
+
+        Raises VerificationFailed, or RayTaskError when the batch is lost or the call itself raised.
+        """
         question = Question(task.task_id, task.prompt_text, task.answer, task.extra)
         cause = ""
         for _ in range(ATTEMPTS):
@@ -104,6 +107,8 @@ class Verification:
                 )
                 self._on_statuses(Counter(verdicts.column("status").to_pylist()))
                 return verdicts
+            except RayTaskError:
+                raise  # of the task, or of an input that died with its producer: not the worker's
             except (RayActorError, DeadlineExceeded) as error:
                 cause = root_cause(error)
                 self._fleet.report_lost(worker, cause)

@@ -40,6 +40,7 @@ class WeightSync:
         config: RolloutConfig,
         *,
         probe_prefixes: tuple[tuple[int, ...], ...],
+        learner_dtype: str,
         changed: Signal,
         reporter: Reporter,
     ) -> None:
@@ -47,6 +48,7 @@ class WeightSync:
         self._fleet = fleet
         self._config = config
         self._probe_prefixes = probe_prefixes
+        self._learner_dtype = learner_dtype
         self._changed = changed
         self._reporter = reporter
         self._manifests: deque[WeightManifest] = deque(maxlen=KEPT_PUBLICATIONS)
@@ -88,7 +90,7 @@ class WeightSync:
             self._config.sampling.temperature,
         )
         publication, refs = await self._learner.publish(str(label), probe)
-        self._manifests.append(_manifest(label, publication, refs, self._probe_prefixes))
+        self._manifests.append(self._manifest(label, publication, refs))
         self._reporter.published(time.monotonic() - started, publication.total_bytes)
         self._changed.notify()
 
@@ -151,23 +153,24 @@ class WeightSync:
                 return
         self._labels[worker.name] = report.label
 
-
-def _manifest(
-    label: WeightLabel,
-    publication: Publication,
-    refs: Sequence[Any],
-    prefixes: tuple[tuple[int, ...], ...],
-) -> WeightManifest:
-    probe = None
-    if (scores := publication.probe) is not None:
-        probe = ProbeExpectation(
-            prefixes, scores.token_ids, scores.logprobs, scores.raw_logprobs, str(label)
+    def _manifest(
+        self, label: WeightLabel, publication: Publication, refs: Sequence[Any]
+    ) -> WeightManifest:
+        probe = None
+        if (scores := publication.probe) is not None:
+            probe = ProbeExpectation(
+                self._probe_prefixes,
+                scores.token_ids,
+                scores.logprobs,
+                scores.raw_logprobs,
+                str(label),
+                self._learner_dtype,
+            )
+        return WeightManifest(
+            label=label,
+            dtype=publication.dtype,
+            chunks=tuple(map(ChunkInfo, publication.nbytes, publication.crc32)),
+            refs=tuple(refs),
+            names=publication.names,
+            probe=probe,
         )
-    return WeightManifest(
-        label=label,
-        dtype=publication.dtype,
-        chunks=tuple(map(ChunkInfo, publication.nbytes, publication.crc32)),
-        refs=tuple(refs),
-        names=publication.names,
-        probe=probe,
-    )

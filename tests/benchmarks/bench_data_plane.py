@@ -9,7 +9,6 @@ yardstick. All alternate, so that load from elsewhere falls on each of them.
 import sys
 import time
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,16 @@ from actors.trajectory import (
     tokens,
     validate,
 )
+from tests.benchmarks.figures import Figure, Figures, Measure, interleaved
 
 GROUPS, GROUP_SIZE, RESPONSE_TOKENS, PROMPT_TOKENS = 125, 8, 4096, 64
-WAYS = ("arrow", "lists", "one_arrow", "one_lists", "validate", "memcpy")
+QUICK_GROUPS = 10
+RATIOS = (
+    ("arrow", "memcpy"),
+    ("arrow", "lists"),
+    ("one_arrow", "one_lists"),
+    ("validate", "memcpy"),
+)
 LISTS = ("prompt_ids", "response_ids", "behavior_logprobs", "loss_mask")
 
 
@@ -78,7 +84,7 @@ def _put_and_read(objects: Sequence[Any], read: Any) -> dict[str, float]:
     refs = [ray.put(value) for value in objects]
     put_s = time.perf_counter() - start
     read_s, checksum = ray.get(read.remote(refs))
-    return {"put_s": put_s, "get_touch_s": read_s, "total_s": put_s + read_s, "sum": checksum}
+    return {"put": put_s, "read": read_s, "total": put_s + read_s, "sum": checksum}
 
 
 def _copy(batches: Sequence[pa.RecordBatch]) -> dict[str, float]:
@@ -87,52 +93,39 @@ def _copy(batches: Sequence[pa.RecordBatch]) -> dict[str, float]:
     start = time.perf_counter()
     for source, target in zip(sources, targets, strict=True):
         np.copyto(target, source)
-    return {"total_s": time.perf_counter() - start}
+    return {"total": time.perf_counter() - start}
 
 
 def _validate(batches: Sequence[pa.RecordBatch]) -> dict[str, float]:
     start = time.perf_counter()
     for batch in batches:
         validate(batch, verdicts=False)
-    return {"total_s": time.perf_counter() - start}
+    return {"total": time.perf_counter() - start}
 
 
-def _summary(rows: list[dict[str, float]], nbytes: int) -> dict[str, Any]:
-    stages = {key: sorted(row[key] for row in rows) for key in rows[0] if key != "sum"}
-    summary: dict[str, Any] = {
-        key: {"median": median(values), "min": values[0], "max": values[-1]}
-        for key, values in stages.items()
-    }
-    summary["bytes_per_second"] = nbytes / summary["total_s"]["median"]
-    return summary
+def run(quick: bool) -> Figures:
+    """Milliseconds by stage and GB/s for each way; ratios of totals, round by round.
 
-
-def run(
-    groups: int = GROUPS, response_tokens: int = RESPONSE_TOKENS, repeats: int = 5
-) -> dict[str, Any]:
-    """Seconds by stage (median, min, max) and bytes per second for each of `WAYS`.
-
-    `arrow_over_lists` and `one_arrow_over_one_lists` are ratios of total medians. Starts a local
-    Ray where none is connected. RuntimeError when not all ways read the same values.
+    Starts a local Ray where none is connected. RuntimeError when not all ways read the same
+    values.
     """
     started = not ray.is_initialized()
     if started:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    if __name__ != "__main__":
-        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    # Ray's workers do not have the repository's root on their path.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        return _run(groups, response_tokens, repeats)
+        return _run(QUICK_GROUPS if quick else GROUPS, repeats=2 if quick else 5)
     finally:
         if started:
             ray.shutdown()
 
 
-def _run(groups: int, response_tokens: int, repeats: int) -> dict[str, Any]:
-    samples = [make_group(group_id, response_tokens) for group_id in range(groups)]
+def _run(groups: int, repeats: int) -> Figures:
+    samples = [make_group(group_id, RESPONSE_TOKENS) for group_id in range(groups)]
     meta = TrajectoryMeta(tokenizer="none", model="none")
     batches = [rollout_batch(group, meta) for group in samples]
     pickled = [[{name: getattr(s, name).tolist() for name in LISTS} for s in g] for g in samples]
-    nbytes = sum(batch.nbytes for batch in batches)
     all_rows = [row for rows in pickled for row in rows]
     reader: Any = ray.remote(num_cpus=0)(Reader).remote()
     ways: dict[str, Callable[[], dict[str, float]]] = {
@@ -143,47 +136,28 @@ def _run(groups: int, response_tokens: int, repeats: int) -> dict[str, Any]:
         "validate": lambda: _validate(batches),
         "memcpy": lambda: _copy(batches),
     }
-    rows: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
-    for repeat in range(repeats + 1):
-        for name, measure in ways.items():
-            row = measure()
-            if repeat > 0:  # the first round starts workers and maps the store's memory
-                rows[name].append(row)
+    # The first round starts workers and maps the store's memory.
+    rounds = interleaved(*(_named(way, ways[way]) for way in ways), repeats=repeats)
     ray.kill(reader)
-    sums = [row["sum"] for measured in rows.values() for row in measured if "sum" in row]
+    sums = [value for name, values in rounds.items() if name.endswith(" sum") for value in values]
     if not np.allclose(sums, sums[0], rtol=1e-6):
         raise RuntimeError(f"not all ways read the same values: {sums}")
-    result: dict[str, Any] = {name: _summary(measured, nbytes) for name, measured in rows.items()}
-    totals = {name: result[name]["total_s"]["median"] for name in ways}
-    result["arrow_over_lists"] = totals["arrow"] / totals["lists"]
-    result["one_arrow_over_one_lists"] = totals["one_arrow"] / totals["one_lists"]
-    result |= {"samples": groups * GROUP_SIZE, "response_tokens": response_tokens, "bytes": nbytes}
-    return result
+    return _figures(rounds, sum(batch.nbytes for batch in batches))
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [
-        f"{result['samples']} samples x {result['response_tokens']} tokens,"
-        f" {result['bytes'] / 1e6:.0f} MB as Arrow; ms: median (min-max)",
-        f"{'':<10}{'put':>20}{'get + touch':>20}{'total':>20}{'GB/s':>8}",
-    ]
-    for name in WAYS:
-        cells = "".join(
-            f"{_ms(result[name].get(stage)):>20}" for stage in ("put_s", "get_touch_s", "total_s")
-        )
-        lines.append(f"{name:<10}{cells}{result[name]['bytes_per_second'] / 1e9:>8.2f}")
-    lines.append(
-        f"arrow costs {result['arrow_over_lists']:.3f} of what pickled lists cost in groups,"
-        f" {result['one_arrow_over_one_lists']:.3f} as one object"
-    )
-    return "\n".join(lines)
+def _named(way: str, measure: Callable[[], dict[str, float]]) -> Measure:
+    return lambda: {f"{way} {stage}": value for stage, value in measure().items()}
 
 
-def _ms(spread: dict[str, float] | None) -> str:
-    if spread is None:
-        return "-"
-    return "{median:.1f} ({min:.1f}-{max:.1f})".format(**{k: v * 1e3 for k, v in spread.items()})
-
-
-if __name__ == "__main__":
-    print(table(run()))
+def _figures(rounds: dict[str, tuple[float, ...]], nbytes: int) -> Figures:
+    figures = {"trajectories": Figure((nbytes / 1e6,), "MB")}
+    for name, seconds in rounds.items():
+        way, stage = name.split()
+        if stage == "total":
+            figures[f"{way} bandwidth"] = Figure(tuple(nbytes / 1e9 / s for s in seconds), "GB/s")
+        if stage != "sum":
+            figures[name] = Figure(tuple(s * 1e3 for s in seconds), "ms")
+    for way, other in RATIOS:
+        ratio = figures[f"{way} total"].per(figures[f"{other} total"])
+        figures[f"{way} over {other}"] = ratio
+    return figures

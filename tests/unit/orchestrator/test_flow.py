@@ -129,7 +129,13 @@ def test_a_group_without_contrast_is_replaced() -> None:
 
 
 def test_a_lost_attempt_keeps_its_place_and_its_seed() -> None:
-    flow = make_flow(rollout={"seeded": True, "engine": {"chunked_prefill": False}, "sampling": {"max_tokens": 8}})
+    flow = make_flow(
+        rollout={
+            "seeded": True,
+            "engine": {"chunked_prefill": False},
+            "sampling": {"max_tokens": 8},
+        }
+    )
     first, *others = leases(flow)
     flow.attempt_failed(first, "worker_lost", "killed")
     again = flow.next_lease(0)
