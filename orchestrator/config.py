@@ -102,6 +102,8 @@ class GymSource(Table):
     """Seed of the generator: another seed gives other tasks."""
     config: dict[str, Any] = {}
     """Settings of the family, passed on as they are."""
+    verifier: str = "reasoning_gym"
+    """Who scores: the family's own scorer, or another registered name or `package.module:Name`."""
 
     @property
     def title(self) -> str:

@@ -230,12 +230,11 @@ def _process(info: Any) -> str:
 
 
 def root_cause(error: BaseException) -> str:
-    """One line that says why a remote call failed, without Ray's wrapping."""
+    """One or two sentences that say why a remote call failed, without Ray's wrapping."""
     inner = error.cause if isinstance(error, RayTaskError) else error
     lines = [line.strip() for line in str(inner).strip().splitlines()]
     if isinstance(inner, RayActorError):
-        wanted = [line for line in lines if not line.startswith(ACTOR_DETAILS)]
-        return " ".join(wanted[:2]) or type(inner).__name__
-    if isinstance(inner, RunError) or not lines:
-        return " ".join(lines) or type(inner).__name__
-    return f"{type(inner).__name__}: {' '.join(lines)}"
+        told = [line for line in lines if not line.startswith(ACTOR_DETAILS)]
+        return " ".join(line.split(" Some common causes")[0] for line in told[:2])
+    text = " ".join(lines)
+    return text if isinstance(inner, RunError) and text else f"{type(inner).__name__}: {text}"

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from actors.trajectory import TrajectoryMeta
+from actors.weights import remove_staged
 from learner.group import LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator import cluster
@@ -60,6 +61,7 @@ class Pipeline:
         resume_from: Path | None,
     ) -> None:
         self._config = config
+        self._run_id = directory.path.name
         self._reporter = reporter
         self._resume_from = resume_from
         self._held_out = tasks.held_out
@@ -83,9 +85,7 @@ class Pipeline:
         )
         self._rollout = Fleet(
             "rollout",
-            cluster.rollout_spawner(
-                config, meta=meta, run_id=directory.path.name, logs=directory.logs
-            ),
+            cluster.rollout_spawner(config, meta=meta, run_id=self._run_id, logs=directory.logs),
             lambda actor: self._sync.start_worker(actor),
             changed=self.changed,
             tell=reporter.note,
@@ -241,3 +241,4 @@ class Pipeline:
     async def _close(self) -> None:
         await asyncio.gather(self._rollout.close(), self._verifiers.close(), self._learner.close())
         ray.kill(self._store)
+        remove_staged(self._run_id)

@@ -20,7 +20,6 @@ from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
-from orchestrator.fleet import root_cause
 from orchestrator.flow import Flow
 from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
@@ -101,10 +100,10 @@ async def _play(
         if isinstance(error, RunError):
             raise error from None
         if isinstance(error, LearnerDied | ValueError):
-            raise RunError(root_cause(error)) from error
+            raise RunError(str(error)) from error
         raise
     except (LearnerDied, ValueError) as error:
-        raise RunError(root_cause(error)) from error
+        raise RunError(str(error)) from error
 
 
 def _directory(

@@ -64,7 +64,13 @@ def load_tasks(config: RunConfig, tokenizer: Any) -> Tasks:
 def _rows(source: FileSource | GymSource) -> list[TaskRow]:
     if isinstance(source, FileSource):
         return read_file(source.path, columns=source.columns, verifier=source.verifier)
-    return gym_rows(source.reasoning_gym, size=source.size, seed=source.seed, config=source.config)
+    return gym_rows(
+        source.reasoning_gym,
+        size=source.size,
+        seed=source.seed,
+        config=source.config,
+        verifier=source.verifier,
+    )
 
 
 def _model_limit(tokenizer: Any, config: RunConfig) -> int:

@@ -30,9 +30,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.parts) - set(PARTS)):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    console = Console()
+    console = Console(width=100)
     started = datetime.now(UTC)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     results: dict[str, Any] = {}
     for part in arguments.parts or PARTS:
         load_before = os.getloadavg()[0]

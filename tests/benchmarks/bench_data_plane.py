@@ -111,7 +111,7 @@ def run(quick: bool) -> Figures:
     """
     started = not ray.is_initialized()
     if started:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     # Ray's workers do not have the repository's root on their path.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:

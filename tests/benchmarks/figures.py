@@ -26,10 +26,10 @@ class Figure:
     def median(self) -> float:
         return median(self.values)
 
-    def per(self, other: Figure) -> Figure:
+    def per(self, other: Figure, unit: str = "x") -> Figure:
         """The ratio to `other`, round by round."""
         pairs = zip(self.values, other.values, strict=True)
-        return Figure(tuple(own / most for own, most in pairs), "x")
+        return Figure(tuple(own / most for own, most in pairs), unit)
 
     def as_json(self) -> dict[str, Any]:
         """Median, lowest, highest, and the values in the order of the rounds."""

@@ -17,7 +17,7 @@ PARTS = {
 
 
 def run_part(name: str, quick: bool) -> Figures:
-    """A part's figures, from a fresh process whose memory, threads and process group are its own."""
+    """A part's figures, from a fresh process: memory, threads and process group are its own."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_run, PARTS[name], quick).result()

@@ -57,15 +57,17 @@ class Recipe:
         rank.start(rank.open_meeting(LOOPBACK), LOOPBACK)
         return rank
 
-    def request(self, seed: int, groups: int, version: int, lag: int) -> StepRequest:
-        """A batch for a learner at `version`, sampled `lag` versions before."""
-        rng = np.random.default_rng(seed)
-        entries = [self._group(rng, number, max(0, version - lag)) for number in range(groups)]
+    def request(self, version: int, groups: int, size: int) -> StepRequest:
+        """A batch of `groups` times `size` samples for a learner at `version`, sampled by the
+        version before it; another one for each version."""
+        rng = np.random.default_rng(version)
+        entries = [self._group(rng, number, size, max(0, version - 1)) for number in range(groups)]
         return StepRequest(step=version, version=version, groups=tuple(entries))
 
-    def _group(self, rng: np.random.Generator, group_id: int, sampled_by: int) -> GroupEntry:
+    def _group(
+        self, rng: np.random.Generator, group_id: int, size: int, sampled_by: int
+    ) -> GroupEntry:
         task = self.tasks[int(rng.integers(len(self.tasks)))]
-        size = self.config.rollout.samples_per_group
         longest = self.config.rollout.sampling.max_tokens
         lengths = rng.integers(1, longest + 1, size).tolist()
         samples = [

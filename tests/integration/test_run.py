@@ -1,5 +1,6 @@
 """Whole runs of the quick start with every part real: train, lose a worker, Ctrl-C, resume."""
 
+import asyncio
 import os
 import re
 import signal
@@ -12,6 +13,9 @@ import pytest
 import torch
 from live import QUICKSTART, LiveRun, worker_pid
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from actors.config import EngineConfig, SamplingConfig
+from actors.engine import Engine
 
 pytestmark = pytest.mark.integration
 
@@ -82,6 +86,22 @@ def test_export_loads_in_transformers(finished: LiveRun) -> None:
     assert any(moved)
 
 
+def test_export_loads_in_vllm(finished: LiveRun) -> None:
+    folder = str(finished.directory / "checkpoints/step_6/hf")
+    config = EngineConfig(dtype="float32", max_model_len=32, kv_cache_bytes=16 << 20)
+
+    async def sample() -> int:
+        engine = Engine(folder, folder, config, SamplingConfig(max_tokens=4), threads=1)
+        await engine.start()
+        try:
+            generation = await engine.generate([5, 6, 7], n=2, seed=None)
+        finally:
+            await engine.close()
+        return len(generation.completions)
+
+    assert asyncio.run(sample()) == 2
+
+
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
     """A run whose rollout worker was killed and which then got a Ctrl-C."""
@@ -141,7 +161,7 @@ def test_a_model_that_does_not_load_is_one_clear_paragraph(tmp_path: Path) -> No
     run = LiveRun(QUICKSTART, tmp_path, ["--model.path", str(model), *FAST])
     assert run.wait() == 1
     assert "Traceback" not in run.output
-    assert re.search(r"slipstream: .*did not start", run.output), run.output
+    assert re.search(r"slipstream: .*does not load", run.output), run.output
 
 
 def test_an_unreadable_row_is_named(tmp_path: Path) -> None:
