@@ -20,18 +20,22 @@ class Watchdog:
         self._changed = changed
         self._limit_s = config.no_progress_timeout_s
         self._describe = describe
+        self._seen = -1
+        self._since_s = 0.0
 
     async def run(self) -> None:
         """Loop, ended by RunError or by cancellation."""
-        seen, since = self._changed.count, time.monotonic()
         while True:
+            self.check(time.monotonic())
             await asyncio.sleep(CHECK_PERIOD_S)
-            now = time.monotonic()
-            if self._changed.count != seen:
-                seen, since = self._changed.count, now
-            elif now - since > self._limit_s:
-                raise RunError(
-                    f"nothing has moved for {self._limit_s:.0f} s: {self._describe()}. "
-                    "The logs of the workers are in the run's logs folder; raise "
-                    "supervision.no_progress_timeout_s if one step really takes that long."
-                )
+
+    def check(self, now_s: float) -> None:
+        """Raise RunError when nothing has changed for longer than the limit."""
+        if self._changed.count != self._seen:
+            self._seen, self._since_s = self._changed.count, now_s
+        elif now_s - self._since_s > self._limit_s:
+            raise RunError(
+                f"nothing has moved for {self._limit_s:g} s: {self._describe()}. "
+                "The logs of the workers are in the run's logs folder; raise "
+                "supervision.no_progress_timeout_s if one step really takes that long."
+            )

@@ -30,23 +30,27 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.parts) - set(PARTS)):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
-    console = Console(width=100)
+    console = Console(width=110)
     started = datetime.now(UTC)
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    results: dict[str, Any] = {}
+    record: dict[str, Any] = {
+        "started": started.isoformat(),
+        "command": sys.argv[1:],
+        "machine": _machine(),
+        "parts": {},
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{started:%Y%m%dT%H%M%SZ}.json"
     for part in arguments.parts or PARTS:
         load_before = os.getloadavg()[0]
         figures = run_part(part, arguments.quick)
         console.print(_table(part, figures))
-        results[part] = {
+        record["parts"][part] = {
             "load_before": load_before,
             "load_after": os.getloadavg()[0],
             "figures": {name: figure.as_json() for name, figure in figures.items()},
         }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"{started:%Y%m%dT%H%M%SZ}.json"
-    record = {"started": started.isoformat(), "machine": _machine(), "command": sys.argv[1:]}
-    path.write_text(json.dumps(record | {"parts": results}, indent=2) + "\n")
+        path.write_text(json.dumps(record, indent=2) + "\n")
     console.print(f"written to {path}")
     return 0
 

@@ -7,18 +7,15 @@ plane. Learner and engine are the real ones, in float32.
 """
 
 import asyncio
-import shutil
-import tempfile
 import time
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actors.engine import Engine
 from actors.trajectory import WeightLabel
-from actors.weights import ChunkInfo, WeightManifest, stage, staging_folder
+from actors.weights import ChunkInfo, WeightManifest, remove_staged, stage, staging_folder
 from learner.rank import LearnerRank
 from tests.benchmarks.figures import Figure, Figures, interleaved
 from tests.benchmarks.gemm import Copy
@@ -35,8 +32,7 @@ class Update:
     def __init__(self, rank: LearnerRank, engine: Engine, runner: asyncio.Runner) -> None:
         self._rank, self._engine, self._runner = rank, engine, runner
         self._label = WeightLabel(0, 0)
-        self._run_id = f"bench-{time.monotonic_ns()}"
-        self.folder = Path(tempfile.gettempdir())
+        self.run_id = f"bench-{time.monotonic_ns()}"
         self.nbytes = 0
 
     def __call__(self) -> dict[str, float]:
@@ -63,9 +59,9 @@ class Update:
             names=publication.names,
         )
         self.nbytes = publication.total_bytes
-        self.folder = staging_folder(self._run_id, manifest)
+        folder = staging_folder(self.run_id, manifest)
         start = clock()
-        files = self._runner.run(stage(manifest, _fetch, self.folder))
+        files = self._runner.run(stage(manifest, _fetch, folder))
         seconds["stage"] = clock() - start
         times = self._runner.run(self._engine.load(files, self._label))
         files.release()
@@ -99,7 +95,7 @@ def _measure(recipe: Recipe, quick: bool) -> Figures:
         finally:
             runner.run(engine.close())
             rank.close()
-            shutil.rmtree(update.folder, ignore_errors=True)
+            remove_staged(update.run_id)
     copy = Figure(rounds["copy"], "s")
     figures = {
         "weights": Figure((update.nbytes / 1e6,), "MB"),

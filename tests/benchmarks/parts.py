@@ -8,10 +8,10 @@ from tests.benchmarks.figures import Figures
 
 PARTS = {
     "machine": "gemm",
-    "data-plane": "bench_data_plane",
-    "weight-sync": "bench_weight_sync",
-    "learner": "bench_learner",
     "loop": "bench_loop",
+    "weight-sync": "bench_weight_sync",
+    "data-plane": "bench_data_plane",
+    "learner": "bench_learner",
 }
 """Name → module with `run(quick) -> Figures`."""
 
