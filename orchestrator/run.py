@@ -44,6 +44,11 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
     tokenizer = load_tokenizer(config.model)
     tasks = load_tasks(config, tokenizer)
     console.note(f"{len(tasks.train)} training tasks, {len(tasks.held_out)} held-out tasks")
+    if tasks.overlap:
+        console.note(
+            f"warning: {tasks.overlap} held-out prompts are training prompts too, so held-out "
+            "accuracy is partly accuracy on trained tasks"
+        )
     meta = TrajectoryMeta(tokenizer=fingerprint(tokenizer), model=config.model.path)
     metrics = Metrics(
         run=directory.path.name,

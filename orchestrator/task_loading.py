@@ -22,6 +22,12 @@ class Tasks:
     train: tuple[Task, ...]
     held_out: tuple[Task, ...]
 
+    @property
+    def overlap(self) -> int:
+        """Held-out tasks whose prompt is a training prompt too, as small families give them."""
+        trained = {task.prompt_ids for task in self.train}
+        return sum(task.prompt_ids in trained for task in self.held_out)
+
 
 def load_tokenizer(model: ModelConfig) -> Any:
     """The model's own tokenizer. Raises RunError with the cause when it cannot be loaded."""
