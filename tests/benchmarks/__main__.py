@@ -32,7 +32,7 @@ def main() -> int:
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
     console = Console(width=110)
     started = datetime.now(UTC)
-    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     record: dict[str, Any] = {
         "started": started.isoformat(),
         "command": sys.argv[1:],

@@ -6,6 +6,7 @@ as a single object, which leaves out Ray's cost per object. A plain copy of the 
 yardstick. All alternate, so that load from elsewhere falls on each of them.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -111,7 +112,9 @@ def run(quick: bool) -> Figures:
     """
     started = not ray.is_initialized()
     if started:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+        )
     # Ray's workers do not have the repository's root on their path.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:

@@ -41,8 +41,9 @@ class Update:
         seconds: dict[str, float] = {}
         clock = time.perf_counter
         start = clock()
-        *chunks, publication = self._rank.publish(str(self._label), None)
+        published: list[Any] = list(self._rank.publish(str(self._label), None))
         seconds["publish"] = clock() - start
+        *chunks, publication = published
         start = clock()
         copies = [chunk.copy() for chunk in chunks]
         seconds["fresh copy"] = clock() - start
