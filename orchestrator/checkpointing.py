@@ -26,16 +26,21 @@ class Checkpointing:
         self._directory = directory
         self._learner = learner
         self._flow = flow
+        self._saved: Path | None = None
 
-    async def save(self) -> Path:
-        """Write the checkpoint of the flow's current step; older ones beyond `keep` go."""
+    async def save(self) -> None:
+        """Write the checkpoint of the flow's current step unless it is there; beyond `keep`, older
+        ones go."""
         path = self._directory.checkpoint(self._flow.step)
+        if path == self._saved:
+            return
         await self._learner.save(
             str(path), self._flow.state(), keep=self._config.keep, export=self._config.export
         )
-        return path
+        self._saved = path
 
     async def load(self, path: Path) -> None:
         """Put learner and flow where they were when `path` was saved."""
         state = await self._learner.load(str(path))
-        self._flow.restore(state.extra)
+        self._flow.restore(state.extra, lineage=self._directory.next_lineage())
+        self._saved = path

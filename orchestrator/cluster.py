@@ -20,14 +20,15 @@ from orchestrator.errors import RunError
 from orchestrator.store import TrajectoryStore
 from verifiers.worker import VerifierWorker
 
-VERIFY_CALLS = 64
+CONTROL_CALLS = 8
+"""Calls to a verifier worker beyond those that score, so that a ping never queues behind them."""
 
 
-def connect(config: RunConfig) -> bool:
-    """Join the cluster of RAY_ADDRESS, or start a local one. True when it was started here.
+def connect(config: RunConfig) -> None:
+    """Join the cluster of RAY_ADDRESS, or start a local one.
 
-    A local cluster always has room for the roles of the config: on a small machine they share
-    the cores. Raises RunError when the cluster cannot be reached or lacks the resources.
+    A local cluster always has CPUs for the roles of the config: on a small machine they share the
+    cores. Raises RunError when the cluster cannot be reached or lacks resources.
     """
     address = os.environ.get("RAY_ADDRESS")
     try:
@@ -47,9 +48,12 @@ def connect(config: RunConfig) -> bool:
             f"cannot connect to {where}: {error}. "
             "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
         ) from error
-    if address:
-        _require_room(config)
-    return not address
+    _require_room(config)
+
+
+def groups_per_verifier(config: RunConfig) -> int:
+    """Groups given to one verifier worker at once: one per process, and the next."""
+    return config.verifiers.processes + 1
 
 
 def cpus_needed(config: RunConfig) -> float:
@@ -121,7 +125,7 @@ def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:
         return actor_class.options(
             num_cpus=config.verifiers.cpus,
             resources=config.verifiers.resources or None,
-            max_concurrency=VERIFY_CALLS,
+            max_concurrency=groups_per_verifier(config) + CONTROL_CALLS,
             max_restarts=0,
         ).remote(name, config.verifiers, config.model.path, str(logs / f"{name}.log"))
 

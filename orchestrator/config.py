@@ -66,8 +66,6 @@ class ModelConfig(Table):
 
     path: Annotated[str, AfterValidator(_model_path), Field(min_length=1)]
     """Folder in Hugging Face layout, relative to this file, or a model-hub name."""
-    revision: str | None = None
-    """Branch, tag or commit of the model hub; none for a folder or for the hub's default."""
 
     @property
     def is_folder(self) -> bool:
@@ -210,8 +208,8 @@ class SupervisionConfig(Table):
     max_untrained_batches: Annotated[int, Field(ge=1)] = 50
     """Batches' worth of groups that may leave one after another, failed or with nothing to
     teach, before the run gives up."""
-    no_progress_timeout_s: Annotated[float, Field(gt=0)] = 900.0
-    """A run in which nothing at all moves for so long ends; one step has to fit."""
+    no_progress_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """A run in which nothing at all moves for so long ends; above learner.step_timeout_s."""
 
 
 class RunConfig(Table):
@@ -298,6 +296,12 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
     except ValueError as error:
         yield Problem("learner.objective", str(error).rstrip("."))
     yield from _queue_below_a_batch(config)
+    if config.supervision.no_progress_timeout_s <= config.learner.step_timeout_s:
+        yield Problem(
+            "supervision.no_progress_timeout_s",
+            f"{config.supervision.no_progress_timeout_s:g} would end a run in mid-step",
+            f"more than learner.step_timeout_s, {config.learner.step_timeout_s:g}",
+        )
     samples, limit = config.evaluation.samples_per_task, config.rollout.engine.max_num_seqs
     if samples > limit:
         yield Problem(

@@ -19,6 +19,7 @@ from orchestrator.signal import Signal
 from orchestrator.tasks import Task
 from orchestrator.verification import Verification
 
+ATTEMPTS = 3
 MAX_FAILED_SHARE = 0.05
 """More failed tasks than this and the figure would not mean what it says."""
 
@@ -89,6 +90,16 @@ class Evaluation:
             await self._changed.wait()
 
     async def _one(self, worker: Worker, index: int, task: Task) -> tuple[Any, str]:
+        """Verdict rows of one task, or None and why; a lost worker costs an attempt only."""
+        for _ in range(ATTEMPTS - 1):
+            verdicts, error = await self._attempt(worker, index, task)
+            if verdicts is not None:
+                return verdicts, error
+            worker = await self._worker_with_room()
+            worker.in_flight += 1
+        return await self._attempt(worker, index, task)
+
+    async def _attempt(self, worker: Worker, index: int, task: Task) -> tuple[Any, str]:
         request = GroupRequest(
             group_id=-1 - index,
             task_id=task.task_id,

@@ -194,7 +194,10 @@ class Fleet:
             self.report_lost(worker, root_cause(error))
             return
         now = time.monotonic()
-        if progress != worker.progress or not worker.in_flight:
+        paused = getattr(progress, "paused", False)
+        if progress != worker.progress and worker.in_flight:
+            self._changed.notify()
+        if progress != worker.progress or not worker.in_flight or paused:
             worker.progress, worker.progress_changed_at = progress, now
         elif now - worker.progress_changed_at > self._progress_timeout_s:
             self.report_lost(

@@ -261,14 +261,13 @@ class Flow:
         return {
             "step": self.step,
             "version": self.version,
-            "lineage": self.lineage,
             "cursor": self._cursor.state(),
             "ledger": self.ledger.snapshot(),
             "readmit": [task.task_id for task in self._readmit],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from `state`, in a new lineage; tasks that were under way are admitted anew.
+    def restore(self, state: dict[str, Any], *, lineage: int) -> None:
+        """Continue from `state` as `lineage`; tasks that were under way are admitted anew.
 
         Raises RunError when the data no longer holds a task that was under way.
         """
@@ -290,7 +289,7 @@ class Flow:
         self._queue = self._new_queue()
         self._leases = {}
         self.step = state["step"]
-        self.lineage = state["lineage"] + 1
+        self.lineage = lineage
         self.changed.notify()
 
     def _new_queue(self) -> ReadyQueue[ReadyGroup]:

@@ -46,8 +46,9 @@ class Generation:
         """Loop: dispatch whenever something changed. Ended by cancellation only."""
         async with asyncio.TaskGroup() as group:
             while True:
-                if self._accepting:
-                    self._dispatch_all(group)
+                # Leasing is a change too: look again at what it made possible before waiting.
+                while self._accepting and self._dispatch_all(group):
+                    pass
                 await self._flow.changed.wait()
 
     async def drain(self) -> None:
@@ -56,7 +57,9 @@ class Generation:
         while self._calls:
             await self._flow.changed.wait()
 
-    def _dispatch_all(self, group: asyncio.TaskGroup) -> None:
+    def _dispatch_all(self, group: asyncio.TaskGroup) -> bool:
+        """One call to every worker that can take one; whether there was any."""
+        dispatched = False
         for worker in self._fleet.ready():
             label = self._sync.label(worker)
             if label is None:
@@ -66,6 +69,8 @@ class Generation:
                 worker.in_flight += len(leases)
                 call = group.create_task(self._collect(worker, leases), name=f"{worker.name} call")
                 self._calls.add(call)
+                dispatched = True
+        return dispatched
 
     def _leases(self, worker: Worker, version: int) -> list[Lease]:
         free = min(worker.info.max_groups_in_flight - worker.in_flight, self._groups_per_call)

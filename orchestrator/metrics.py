@@ -47,6 +47,7 @@ DROP_REASONS: Final = (
     "worker_lost",
     "verifier_lost",
     "trajectories_lost",
+    "scoring_failed",
 )
 VERDICTS: Final = ("ok", "unscorable", "error", "timeout")
 SYNC_STAGES: Final = ("publish", "stage", "pause", "load", "probe")

@@ -17,6 +17,7 @@ from actors.weights import remove_staged
 from learner.group import LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator import cluster
+from orchestrator.bottleneck import Phase
 from orchestrator.calls import within
 from orchestrator.checkpointing import Checkpointing
 from orchestrator.config import RunConfig
@@ -25,7 +26,7 @@ from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
 from orchestrator.loops import beside
-from orchestrator.reporting import Reporter
+from orchestrator.reporting import PhaseTimer, Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
 from orchestrator.start_probe import check_pair, probe_prefixes
@@ -34,6 +35,9 @@ from orchestrator.training import Training
 from orchestrator.verification import Verification
 from orchestrator.watchdog import Watchdog
 from orchestrator.weight_sync import WeightSync
+
+CHILD_START_S = 2.0
+"""Seconds that a verifier's process needs to start and import, generously."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,10 @@ class Pipeline:
         self._held_out = tasks.held_out
         self.changed = Signal()
         self.flow = Flow(config, tasks.train, self.changed)
-        verify_timeout_s = (
-            config.verifiers.start_timeout_s
-            + config.verifiers.deadline_s * config.rollout.samples_per_group
+        # Each completion may use up its deadline and cost its process, which then starts anew.
+        samples = max(config.rollout.samples_per_group, config.evaluation.samples_per_task)
+        verify_timeout_s = config.verifiers.start_timeout_s + 2 * samples * (
+            config.verifiers.deadline_s + CHILD_START_S
         )
         self._store = cluster.create_store()
         self._learner = LearnerGroup(
@@ -114,6 +119,7 @@ class Pipeline:
             self._verifiers,
             self._store,
             self.flow,
+            groups_per_worker=cluster.groups_per_verifier(config),
             timeout_s=verify_timeout_s,
             changed=self.changed,
             on_statuses=reporter.scored,
@@ -182,11 +188,8 @@ class Pipeline:
         training_seconds = time.monotonic() - started
         await self._generation.drain()
         await self._verification.drain()
-        after = None
-        if not self._interrupted:
-            await self._sync.sync_all()
-            after = await self._evaluate("after")
         await self._checkpointing.save()
+        after = None if self._interrupted else await self._evaluate("after")
         return Outcome(
             self._before, after, self._interrupted, training_seconds, self._sync.parity_max_abs
         )
@@ -199,7 +202,7 @@ class Pipeline:
             group.create_task(self._verifiers.launch(self._config.verifiers.workers))
         if self._resume_from is not None:
             await self._checkpointing.load(self._resume_from)
-            self._reporter.note(f"resumed at step {self.flow.step} from {self._resume_from}")
+            self._reporter.resumed(self.flow, self._resume_from)
         await self._sync.publish(self.flow.label)
         await self._sync.sync_all()
         report = await check_pair(
@@ -217,15 +220,19 @@ class Pipeline:
             "the start of a verifier worker",
         )
 
-    async def _after_step(self, step: int) -> None:
+    async def _after_step(self, step: int, timer: PhaseTimer) -> None:
+        """What is due between two steps; the next one's record tells how long it took."""
         evaluation, checkpoint = self._config.evaluation, self._config.checkpoint
         last = step == self._config.steps
         if checkpoint.every and step % checkpoint.every == 0 and not last:
-            await self._checkpointing.save()
+            with timer(Phase.CHECKPOINT):
+                await self._checkpointing.save()
         if evaluation.every and step % evaluation.every == 0 and not last:
-            await self._evaluate(f"step {step}")
+            with timer(Phase.EVALUATE):
+                await self._evaluate(f"step {step}")
 
     async def _evaluate(self, when: str) -> EvaluationResult:
+        await self._sync.sync_all()
         result = await self._evaluation.run()
         self._reporter.evaluation(when, self.flow, result)
         return result
@@ -239,6 +246,10 @@ class Pipeline:
         )
 
     async def _close(self) -> None:
-        await asyncio.gather(self._rollout.close(), self._verifiers.close(), self._learner.close())
-        ray.kill(self._store)
-        remove_staged(self._run_id)
+        try:
+            await asyncio.gather(
+                self._rollout.close(), self._verifiers.close(), self._learner.close()
+            )
+        finally:
+            ray.kill(self._store)
+            remove_staged(self._run_id)

@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from actors.worker import SyncReport
@@ -103,6 +104,11 @@ class Reporter:
     def note(self, text: str) -> None:
         """One line about what happens outside of the steps."""
         self._console.note(text)
+
+    def resumed(self, flow: Flow, checkpoint: Path) -> None:
+        """The run goes on from a checkpoint; later records of its steps replace earlier ones."""
+        self.note(f"resumed at step {flow.step} from {checkpoint}")
+        self._lines.write({"kind": "resume", "step": flow.step, "lineage": flow.lineage})
 
     def generated(self, tokens: int) -> None:
         """A group of so many response tokens came back from a rollout worker."""

@@ -80,23 +80,23 @@ async def _play(
     reporter: Reporter,
     checkpoint: Path | None,
 ) -> tuple[Outcome, Flow]:
-    pipeline = Pipeline(
-        config,
-        directory,
-        tasks=tasks,
-        meta=meta,
-        reporter=reporter,
-        resume_from=checkpoint,
-    )
-    loop = asyncio.get_running_loop()
-
-    def interrupt() -> None:
-        reporter.note("interrupted: finishing the step and saving (again to end at once)")
-        pipeline.interrupt()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
     try:
+        pipeline = Pipeline(
+            config,
+            directory,
+            tasks=tasks,
+            meta=meta,
+            reporter=reporter,
+            resume_from=checkpoint,
+        )
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            reporter.note("interrupted: finishing the step and saving (again to end at once)")
+            pipeline.interrupt()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupt)
         return await pipeline.run(), pipeline.flow
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None

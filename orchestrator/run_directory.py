@@ -98,6 +98,13 @@ class RunDirectory:
         ]
         return self.checkpoint(max(steps)) if steps else None
 
+    def next_lineage(self) -> int:
+        """A number that no earlier resume of this run has had; the first run is lineage 0."""
+        path = self.path / "lineage.json"
+        last = json.loads(path.read_text())["lineage"] if path.is_file() else 0
+        write_json(path, {"lineage": last + 1})
+        return last + 1
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Keep the resolved configuration, such that it can be read as one again."""
         write_json(self.config_json, config)

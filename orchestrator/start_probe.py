@@ -21,6 +21,8 @@ from orchestrator.fleet import Worker
 from orchestrator.tasks import Task
 
 SAMPLES_PER_PROMPT = 4
+PROBE_TOKENS = 32
+"""Longest response of the probe: it has to end in time however slow the engine is."""
 
 
 def probe_prefixes(tasks: Sequence[Task], config: ProbeConfig) -> tuple[tuple[int, ...], ...]:
@@ -43,7 +45,7 @@ async def check_pair(
     """Compare engine and learner on freshly sampled tokens. Raises RunError when they differ."""
     probe = config.rollout.probe
     prompts = [task.prompt_ids for task in tasks[: probe.prompts]]
-    batch_ref = worker.actor.sample.remote(prompts, SAMPLES_PER_PROMPT)
+    batch_ref = worker.actor.sample.remote(prompts, SAMPLES_PER_PROMPT, PROBE_TOKENS)
     batch: pa.RecordBatch = await within(
         batch_ref, config.rollout.progress_timeout_s, f"{worker.name} (start probe)"
     )

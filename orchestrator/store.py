@@ -34,8 +34,6 @@ class ReadyGroup:
     """Size of the record batch in the object store."""
     oldest_version: int
     """Lowest version that sampled a token of the group."""
-    newest_version: int
-    worker: str
 
     @property
     def total_tokens(self) -> int:
@@ -79,6 +77,4 @@ def summarise(batch: pa.RecordBatch, ref: Any) -> ReadyGroup:
         attempt=batch.column("attempt")[0].as_py(),
         nbytes=batch.nbytes,
         oldest_version=int(versions.min()),
-        newest_version=int(versions.max()),
-        worker=batch.column("worker")[0].as_py(),
     )

@@ -34,7 +34,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model.path, revision=model.revision)
+        return AutoTokenizer.from_pretrained(model.path)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise RunError(
@@ -84,7 +84,7 @@ def _model_limit(tokenizer: Any, config: RunConfig) -> int:
     from transformers import AutoConfig
 
     positions = getattr(
-        AutoConfig.from_pretrained(config.model.path, revision=config.model.revision),
+        AutoConfig.from_pretrained(config.model.path),
         "max_position_embeddings",
         tokenizer.model_max_length,
     )

@@ -25,7 +25,7 @@ class Training:
         reporter: Reporter,
         *,
         steps: int,
-        after_step: Callable[[int], Awaitable[None]],
+        after_step: Callable[[int, PhaseTimer], Awaitable[None]],
     ) -> None:
         self._flow = flow
         self._learner = learner
@@ -43,8 +43,8 @@ class Training:
     async def run(self) -> None:
         """Train from the flow's current step to the last one."""
         flow = self._flow
+        timer = PhaseTimer()
         while flow.step < self._steps:
-            timer = PhaseTimer()
             with timer(Phase.WAIT_FOR_GROUPS):
                 groups = await flow.next_batch(until=lambda: self._stopping)
             if groups is None:
@@ -58,4 +58,5 @@ class Training:
                 if result.changed:
                     await self._sync.publish(flow.label)
             self._reporter.step(flow, groups, result, timer.seconds)
-            await self._after_step(flow.step)
+            timer = PhaseTimer()
+            await self._after_step(flow.step, timer)

@@ -38,6 +38,7 @@ class Verification:
         store: Any,
         flow: Flow,
         *,
+        groups_per_worker: int,
         timeout_s: float,
         changed: Signal,
         on_statuses: Callable[[Counter[str]], None],
@@ -45,6 +46,7 @@ class Verification:
         self._fleet = fleet
         self._store = store
         self._flow = flow
+        self._groups_per_worker = groups_per_worker
         self._timeout_s = timeout_s
         self._changed = changed
         self._on_statuses = on_statuses
@@ -81,6 +83,12 @@ class Verification:
             )
         except VerificationFailed as error:
             self._flow.attempt_failed(lease, "verifier_lost", str(error))
+        except RayTaskError as error:
+            lost = isinstance(error.cause, RayError)
+            reason = "trajectories_lost" if lost else "scoring_failed"
+            self._flow.attempt_failed(lease, reason, root_cause(error))
+        except RayActorError as error:
+            raise RunError(f"the trajectory store died: {root_cause(error)}") from error
         except RayError as error:
             self._flow.attempt_failed(lease, "trajectories_lost", root_cause(error))
         else:
@@ -114,11 +122,15 @@ class Verification:
                 self._fleet.report_lost(worker, cause)
             finally:
                 worker.in_flight -= 1
+                self._changed.notify()
         raise VerificationFailed(
             f"task {task.task_id}: {ATTEMPTS} verifier workers were lost scoring it; last: {cause}"
         )
 
     async def _pick(self) -> Worker:
-        while not (ready := self._fleet.ready()):
+        """The least loaded worker with room. What waits here waits outside of any deadline."""
+        while True:
+            for worker in self._fleet.ready():
+                if worker.in_flight < self._groups_per_worker:
+                    return worker
             await self._changed.wait()
-        return ready[0]

@@ -105,9 +105,12 @@ class WeightSync:
                 await self._changed.wait()
 
     async def sync_all(self) -> None:
-        """Return once every ready worker serves the newest label; for start and evaluation."""
-        while any(self._behind(w) or w.name in self._syncing for w in self._fleet.ready()):
+        """Return once there are ready workers and all of them serve the newest label."""
+        while not (ready := self._fleet.ready()) or not all(map(self._is_current, ready)):
             await self._changed.wait()
+
+    def _is_current(self, worker: Worker) -> bool:
+        return not self._behind(worker) and worker.name not in self._syncing
 
     def _behind(self, worker: Worker) -> bool:
         newest = self.newest
@@ -140,8 +143,6 @@ class WeightSync:
             return
         self._reporter.synced(report)
         if report.parity is not None:
-            if self._parity_at_start is None:
-                self._parity_at_start = report.parity.max_abs
             self.parity_max_abs = max(self.parity_max_abs, report.parity.max_abs)
             if not report.parity.passed:
                 self._fleet.quarantine(
@@ -151,6 +152,8 @@ class WeightSync:
                     f"{report.parity.tolerance:.3g}): {report.parity.cause}",
                 )
                 return
+            if self._parity_at_start is None:
+                self._parity_at_start = report.parity.max_abs
         self._labels[worker.name] = report.label
 
     def _manifest(

@@ -42,7 +42,12 @@ def make_flow(**changes: Any) -> Flow:
     return Flow(make_config(**changes), tasks, Signal())
 
 
-def complete(flow: Flow, lease: Lease, outcomes: tuple[float, ...] = (0.0, 1.0)) -> ReadyGroup:
+def complete(
+    flow: Flow,
+    lease: Lease,
+    outcomes: tuple[float, ...] = (0.0, 1.0),
+    oldest_version: int | None = None,
+) -> ReadyGroup:
     """Generate, verify and store one lease's group."""
     receipt = GroupReceipt(
         group_id=lease.group_id,
@@ -67,7 +72,8 @@ def complete(flow: Flow, lease: Lease, outcomes: tuple[float, ...] = (0.0, 1.0))
         ok=(True,) * SAMPLES,
         truncated=(False,) * SAMPLES,
     )
-    group = ReadyGroup(entry, lease.attempt, 100, flow.version, flow.version, "rollout-0")
+    oldest = flow.version if oldest_version is None else oldest_version
+    group = ReadyGroup(entry, lease.attempt, 100, oldest)
     flow.ready(lease, group)
     return group
 
@@ -178,12 +184,29 @@ def test_drop_policy_lets_no_stale_group_through() -> None:
     groups = batch(flow)
     assert groups == old
     trained(flow, old)
-    late = [complete(flow, lease) for lease in leases(flow, version=1)]
-    stale = ReadyGroup(late[0].entry, 0, 100, 0, 1, "rollout-0")
-    flow._queue.withdraw(late[0].entry.group_id)
-    flow._queue.put(late[0].entry.group_id, stale, 100, 0.0)
-    flow._drop_stale()
+    late, fresh = leases(flow, version=1)
+    complete(flow, late, oldest_version=0)
+    complete(flow, fresh)
+    replacement = flow.next_lease(1)
+    assert replacement is None
+    flow.changed.notify()
+    assert asyncio.run(_first_wait(flow)) is None
     assert flow.ledger.report().samples.dropped_by_reason == {"stale": SAMPLES}
+    replacement = flow.next_lease(1)
+    assert replacement is not None
+    complete(flow, replacement)
+    groups = batch(flow)
+    assert groups is not None
+    assert late.group_id not in [group.entry.group_id for group in groups]
+
+
+async def _first_wait(flow: Flow) -> list[ReadyGroup] | None:
+    """One look of the learner at a queue that holds no full batch."""
+    looks = iter([False, True])
+    waiting = asyncio.create_task(flow.next_batch(until=lambda: next(looks)))
+    await asyncio.sleep(0)
+    flow.changed.notify()
+    return await waiting
 
 
 def test_resume_admits_what_was_under_way_anew() -> None:
@@ -195,8 +218,8 @@ def test_resume_admits_what_was_under_way_anew() -> None:
     assert groups is not None
     trained(flow, groups)
     resumed = make_flow()
-    resumed.restore(flow.state())
-    assert (resumed.step, resumed.version, resumed.label.lineage) == (1, 1, 1)
+    resumed.restore(flow.state(), lineage=3)
+    assert (resumed.step, resumed.version, resumed.label.lineage) == (1, 1, 3)
     tasks = [lease.task.task_id for lease in leases(resumed, version=1)]
     assert tasks[:2] == [lease.task.task_id for lease in under_way[2:]]
     resumed.ledger.check()
