@@ -97,7 +97,7 @@ class GymSource(Table):
     size: Annotated[int, Field(ge=1)]
     """Number of tasks."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the generator: another seed gives other tasks."""
+    """Task i of the family is generated from seed + i."""
     config: dict[str, Any] = {}
     """Settings of the family, passed on as they are."""
     verifier: str = "reasoning_gym"
@@ -310,14 +310,23 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
             f"at most rollout.engine.max_num_seqs, {limit}",
         )
     for source in config.data.held_out:
-        if source in config.data.train:
+        if any(_share_tasks(source, other) for other in config.data.train):
             yield Problem(
                 "data.held_out",
-                f"{source.title} is a training source too, so accuracy would be measured on "
-                "trained tasks",
+                f"{source.title} is (partly) a training source too, so accuracy would be measured "
+                "on trained tasks",
                 "other tasks",
-                "Give a reasoning-gym family another seed, or use another file.",
+                "Use another file; of a reasoning-gym family, whose tasks are numbered seed, "
+                "seed + 1, …, seeds that lie further apart than size.",
             )
+
+
+def _share_tasks(one: FileSource | GymSource, other: FileSource | GymSource) -> bool:
+    if isinstance(one, FileSource) or isinstance(other, FileSource):
+        return one == other
+    if (one.reasoning_gym, one.config) != (other.reasoning_gym, other.config):
+        return False
+    return one.seed < other.seed + other.size and other.seed < one.seed + one.size
 
 
 def _queue_below_a_batch(config: RunConfig) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ def config(tmp_path: Path, **tables: Any) -> RunConfig:
         "model": {"path": "./model"},
         "data": {
             "train": {"reasoning_gym": "countdown", "size": 9, "seed": 1},
-            "held_out": {"reasoning_gym": "countdown", "size": 9, "seed": 2},
+            "held_out": {"reasoning_gym": "countdown", "size": 9, "seed": 1000},
         },
         "rollout": {
             "samples_per_group": 4,

@@ -20,7 +20,7 @@ learner.groups_per_batch = 4
 rollout = {sampling = {max_tokens = 16}, engine = {max_model_len = 64}}
 [data]
 train = {reasoning_gym = "basic_arithmetic", size = 100, seed = 1}
-held_out = {reasoning_gym = "basic_arithmetic", size = 10, seed = 2}
+held_out = {reasoning_gym = "basic_arithmetic", size = 10, seed = 1000}
 """
 
 

@@ -20,7 +20,7 @@ steps = 10
 path = "./model"
 [data]
 train = {reasoning_gym = "basic_arithmetic", size = 100, seed = 1}
-held_out = {reasoning_gym = "basic_arithmetic", size = 10, seed = 2}
+held_out = {reasoning_gym = "basic_arithmetic", size = 10, seed = 1000}
 [rollout]
 samples_per_group = 4
 sampling = {max_tokens = 16}
@@ -251,3 +251,12 @@ def test_reading_a_config_imports_nothing_heavy(config_path: Path) -> None:
         [sys.executable, "-c", code, str(config_path)], capture_output=True, text=True, check=True
     )
     assert {"torch", "ray", "vllm", "transformers"}.isdisjoint(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("seed", ["1", "100"])
+def test_generated_held_out_tasks_must_be_clear_of_the_training_ones(
+    config_path: Path, seed: str
+) -> None:
+    problems = refused(config_path, ("data.held_out.seed", seed))
+    assert "training source too" in str(problems["data.held_out"])
+    assert load(config_path, [("data.held_out.seed", "101")]).seed == 0
