@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
@@ -90,31 +98,57 @@ def _require_room(config: RunConfig) -> None:
         )
 
 
-def rollout_spawner(
-    config: RunConfig, *, meta: TrajectoryMeta, run_id: str, logs: Path
-) -> Callable[[str], Any]:
-    """A function that creates the rollout worker actor of a given name."""
-    rollout = config.rollout
-    actor_class = ray.remote(RolloutWorker)
+class RolloutSpawner:
+    """Creates rollout worker actors by name, each on resources of its own."""
 
-    def spawn(name: str) -> Any:
-        return actor_class.options(
-            num_cpus=rollout.cpus,
-            num_gpus=rollout.gpus,
-            resources=rollout.resources or None,
-            max_concurrency=MAX_CONCURRENCY,
-            max_restarts=0,
-        ).remote(
-            name,
-            rollout,
-            config.model.path,
-            config.model.path,
-            meta,
-            run_id,
-            str(logs / f"{name}.log"),
+    def __init__(self, config: RunConfig, *, meta: TrajectoryMeta, run_id: str, logs: Path) -> None:
+        self._config = config
+        self._meta = meta
+        self._run_id = run_id
+        self._logs = logs
+        self._groups: dict[str, PlacementGroup] = {}
+
+    def __call__(self, name: str) -> Any:
+        """The actor handle of a new worker."""
+        model = self._config.model.path
+        return (
+            ray.remote(RolloutWorker)
+            .options(max_concurrency=MAX_CONCURRENCY, max_restarts=0, **self._resources(name))
+            .remote(
+                name,
+                self._config.rollout,
+                model,
+                model,
+                self._meta,
+                self._run_id,
+                str(self._logs / f"{name}.log"),
+            )
         )
 
-    return spawn
+    def release(self, name: str) -> None:
+        """Give back what was reserved for a worker that is gone."""
+        if group := self._groups.pop(name, None):
+            remove_placement_group(group)
+
+    def _resources(self, name: str) -> dict[str, Any]:
+        rollout = self._config.rollout
+        own, *others = rollout.bundles()
+        if others:
+            # vLLM's Ray executor starts its processes on the other bundles of the actor's group.
+            group = self._groups[name] = placement_group([own, *others], strategy="PACK")
+            return {
+                "num_cpus": own["CPU"],
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group,
+                    placement_group_bundle_index=0,
+                    placement_group_capture_child_tasks=True,
+                ),
+            }
+        return {
+            "num_cpus": rollout.cpus,
+            "num_gpus": rollout.gpus,
+            "resources": rollout.resources or None,
+        }
 
 
 def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:

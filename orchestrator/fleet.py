@@ -79,7 +79,8 @@ class RestartBudget:
 class Fleet:
     """The workers of one role.
 
-    `spawn(name)` creates the actor; `start(actor)` awaits until it can work and returns its info.
+    `spawn(name)` creates the actor; `start(actor)` awaits until it can work and returns its info;
+    `release(name)` frees what spawning reserved beyond the actor itself.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Fleet:
         *,
         changed: Signal,
         tell: Callable[[str], None],
+        release: Callable[[str], None] = lambda name: None,
         restarts_per_hour: int,
         progress_timeout_s: float,
     ) -> None:
@@ -98,6 +100,7 @@ class Fleet:
         self._start = start
         self._changed = changed
         self._tell = tell
+        self._release = release
         self._budget = RestartBudget(restarts_per_hour)
         self._progress_timeout_s = progress_timeout_s
         self._lost: asyncio.Queue[tuple[Worker, str]] = asyncio.Queue()
@@ -215,6 +218,7 @@ class Fleet:
         self.workers.pop(worker.name, None)
         with contextlib.suppress(RayError):
             ray.kill(worker.actor)
+        self._release(worker.name)
 
     async def close(self) -> None:
         """Let every worker close itself, then kill what did not."""

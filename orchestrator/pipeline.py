@@ -69,50 +69,22 @@ class Pipeline:
         self._reporter = reporter
         self._resume_from = resume_from
         self._held_out = tasks.held_out
-        self.changed = Signal()
-        self.flow = Flow(config, tasks.train, self.changed)
-        # Each completion may use up its deadline and cost its process, which then starts anew.
-        samples = max(config.rollout.samples_per_group, config.evaluation.samples_per_task)
-        verify_timeout_s = config.verifiers.start_timeout_s + 2 * samples * (
-            config.verifiers.deadline_s + CHILD_START_S
-        )
+        self._interrupted = False
+        self._before: EvaluationResult | None = None
+        self._script: asyncio.Task[Outcome] | None = None
+        self.changed = changed = Signal()
+        self.flow = Flow(config, tasks.train, changed)
         self._store = cluster.create_store()
-        self._learner = LearnerGroup(
-            LearnerSpec(
-                model=config.model.path,
-                config=config.learner,
-                objective=config.learner.objective,
-                total_steps=config.steps,
-                max_response_tokens=config.rollout.sampling.max_tokens,
-                rollout_dtype=config.rollout.engine.dtype,
-                seed=config.seed,
-            )
-        )
-        self._rollout = Fleet(
-            "rollout",
-            cluster.rollout_spawner(config, meta=meta, run_id=self._run_id, logs=directory.logs),
-            lambda actor: self._sync.start_worker(actor),
-            changed=self.changed,
-            tell=reporter.note,
-            restarts_per_hour=config.supervision.restarts_per_hour,
-            progress_timeout_s=config.rollout.progress_timeout_s,
-        )
-        self._verifiers = Fleet(
-            "verifier",
-            cluster.verifier_spawner(config, logs=directory.logs),
-            self._start_verifier,
-            changed=self.changed,
-            tell=reporter.note,
-            restarts_per_hour=config.supervision.restarts_per_hour,
-            progress_timeout_s=verify_timeout_s,
-        )
+        self._learner = LearnerGroup(_learner_spec(config))
+        self._rollout = self._rollout_fleet(meta, directory)
+        self._verifiers = self._verifier_fleet(directory)
         self._sync = WeightSync(
             self._learner,
             self._rollout,
             config.rollout,
             probe_prefixes=probe_prefixes(tasks.held_out, config.rollout.probe),
             learner_dtype=config.learner.param_dtype,
-            changed=self.changed,
+            changed=changed,
             reporter=reporter,
         )
         self._verification = Verification(
@@ -120,8 +92,8 @@ class Pipeline:
             self._store,
             self.flow,
             groups_per_worker=cluster.groups_per_verifier(config),
-            timeout_s=verify_timeout_s,
-            changed=self.changed,
+            timeout_s=verify_timeout_s(config),
+            changed=changed,
             on_statuses=reporter.scored,
         )
         self._generation = Generation(
@@ -137,7 +109,7 @@ class Pipeline:
             config.evaluation.samples_per_task,
             self._rollout,
             self._verification,
-            self.changed,
+            changed,
         )
         self._checkpointing = Checkpointing(config.checkpoint, directory, self._learner, self.flow)
         self._training = Training(
@@ -148,10 +120,35 @@ class Pipeline:
             steps=config.steps,
             after_step=self._after_step,
         )
-        self._interrupted = False
-        self._before: EvaluationResult | None = None
-        self._script: asyncio.Task[Outcome] | None = None
         reporter.observe(self.flow, self._rollout, self._verifiers, self._verification)
+
+    def _rollout_fleet(self, meta: TrajectoryMeta, directory: RunDirectory) -> Fleet:
+        config = self._config
+        spawner = cluster.RolloutSpawner(
+            config, meta=meta, run_id=self._run_id, logs=directory.logs
+        )
+        return Fleet(
+            "rollout",
+            spawner,
+            lambda actor: self._sync.start_worker(actor),
+            changed=self.changed,
+            tell=self._reporter.note,
+            release=spawner.release,
+            restarts_per_hour=config.supervision.restarts_per_hour,
+            progress_timeout_s=config.rollout.progress_timeout_s,
+        )
+
+    def _verifier_fleet(self, directory: RunDirectory) -> Fleet:
+        config = self._config
+        return Fleet(
+            "verifier",
+            cluster.verifier_spawner(config, logs=directory.logs),
+            self._start_verifier,
+            changed=self.changed,
+            tell=self._reporter.note,
+            restarts_per_hour=config.supervision.restarts_per_hour,
+            progress_timeout_s=verify_timeout_s(config),
+        )
 
     def interrupt(self) -> None:
         """First call: finish the step, save, end. Second call, or before training: end now."""
@@ -253,3 +250,25 @@ class Pipeline:
         finally:
             ray.kill(self._store)
             remove_staged(self._run_id)
+
+
+def _learner_spec(config: RunConfig) -> LearnerSpec:
+    return LearnerSpec(
+        model=config.model.path,
+        config=config.learner,
+        objective=config.learner.objective,
+        total_steps=config.steps,
+        max_response_tokens=config.rollout.sampling.max_tokens,
+        rollout_dtype=config.rollout.engine.dtype,
+        seed=config.seed,
+    )
+
+
+def verify_timeout_s(config: RunConfig) -> float:
+    """Seconds for one group at a verifier worker, behind the one before it.
+
+    Each completion may use up its deadline and cost its process, which then starts anew.
+    """
+    samples = max(config.rollout.samples_per_group, config.evaluation.samples_per_task)
+    per_sample_s = config.verifiers.deadline_s + CHILD_START_S
+    return config.verifiers.start_timeout_s + 2 * samples * per_sample_s
