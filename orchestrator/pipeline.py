@@ -1,6 +1,6 @@
 """The driver program: wires every part of a run from the top and plays its script.
 
-The script is start, synchronise, probe, evaluate, train, drain, evaluate, save. Beside it run a
+The script is start, synchronise, probe, evaluate, train, drain, save, evaluate. Beside it run a
 few endless loops; one that ends by itself ends the run with its name and cause.
 """
 

@@ -1,0 +1,132 @@
+"""Weight sync: who is brought to which label, and what a failed probe means for the others."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.config import RolloutConfig
+from actors.parity import ParityReport
+from actors.trajectory import WeightLabel
+from actors.weights import WeightManifest
+from actors.worker import SyncReport
+from learner.messages import ProbeRequest, ProbeScores, Publication
+from orchestrator.fleet import Fleet, Worker, WorkerState
+from orchestrator.signal import Signal
+from orchestrator.weight_sync import WeightSync
+
+
+class Learner:
+    """Publishes one chunk of nothing under each label."""
+
+    async def publish(self, label: str, probe: ProbeRequest) -> tuple[Publication, list[Any]]:
+        scores = np.zeros((1, 1), np.float32)
+        probe_scores = ProbeScores(scores.astype(np.int32), scores, scores)
+        return Publication(label, "float32", (("w",),), (4,), (0,), probe_scores), [None]
+
+
+class Remote:
+    """A method of an actor: `.remote(...)` gives something to await."""
+
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self.remote = function
+
+
+class Actor:
+    """A rollout worker that loads what it is told; its probes differ by `difference` nats."""
+
+    def __init__(self, difference: float) -> None:
+        self.difference = difference
+        self.tolerances: list[float | None] = []
+        self.sync = Remote(self._sync)
+
+    async def _sync(self, manifest: WeightManifest, at_step_0: float | None) -> SyncReport:
+        self.tolerances.append(at_step_0)
+        passed = self.difference < 1e-3
+        parity = ParityReport(
+            self.difference, self.difference, 1e-3, passed, "" if passed else "stale"
+        )
+        return SyncReport(manifest.label, parity=parity)
+
+
+class Reporter:
+    """Takes figures and drops them."""
+
+    def published(self, seconds: float, nbytes: int) -> None: ...
+    def synced(self, report: SyncReport) -> None: ...
+
+
+def make(*differences: float) -> tuple[WeightSync, Fleet]:
+    changed = Signal()
+    fleet = Fleet(
+        "rollout",
+        spawn=lambda name: None,
+        start=lambda actor: asyncio.sleep(0),
+        changed=changed,
+        tell=lambda text: None,
+        restarts_per_hour=0,
+        progress_timeout_s=60,
+    )
+    for number, difference in enumerate(differences):
+        name = f"rollout-{number}"
+        fleet.workers[name] = Worker(name, Actor(difference), WorkerState.READY)
+    sync = WeightSync(
+        Learner(),  # type: ignore[arg-type]
+        fleet,
+        RolloutConfig(),
+        probe_prefixes=((1,),),
+        learner_dtype="float32",
+        changed=changed,
+        reporter=Reporter(),  # type: ignore[arg-type]
+    )
+    return sync, fleet
+
+
+def play(sync: WeightSync, *labels: WeightLabel) -> None:
+    """Publish each label and let every worker reach it."""
+
+    async def main() -> None:
+        loop = asyncio.create_task(sync.run())
+        for label in labels:
+            await sync.publish(label)
+            await asyncio.wait_for(sync.sync_all(), 60)
+        loop.cancel()
+
+    asyncio.run(main())
+
+
+def test_every_ready_worker_reaches_the_newest_label() -> None:
+    sync, fleet = make(1e-6, 2e-6)
+    play(sync, WeightLabel(0, 0), WeightLabel(0, 1))
+    assert {sync.label(worker) for worker in fleet.ready()} == {WeightLabel(0, 1)}
+
+
+def test_the_first_passed_probe_sets_the_tolerance_of_later_ones() -> None:
+    sync, fleet = make(1e-6)
+    play(sync, WeightLabel(0, 0), WeightLabel(0, 1))
+    (worker,) = fleet.ready()
+    assert worker.actor.tolerances == [None, 1e-6]
+
+
+@pytest.mark.parametrize("difference", [3.0, float("inf")])
+def test_a_broken_worker_is_quarantined_and_widens_no_tolerance(difference: float) -> None:
+    sync, fleet = make(difference, 1e-6)
+    play(sync, WeightLabel(0, 0), WeightLabel(0, 1))
+    broken, sound = fleet.workers.values()
+    assert broken.state is WorkerState.QUARANTINED
+    assert sound.state is WorkerState.READY
+    assert sound.actor.tolerances == [None, 1e-6]
+
+
+def test_without_a_ready_worker_the_wait_goes_on() -> None:
+    sync, fleet = make()
+
+    async def main() -> None:
+        await sync.publish(WeightLabel(0, 0))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sync.sync_all(), 0.05)
+
+    asyncio.run(main())
+    assert fleet.ready() == []
