@@ -149,15 +149,21 @@ class RolloutWorker:
                 self._last_sync = replace(report, stage_s=stage_s)
             return self._last_sync
 
-    async def sample(self, prompts: Sequence[Sequence[int]], n: int) -> pa.RecordBatch:
-        """`n` samples of each prompt under the weights served now; the group id is the prompt's
-        position. For comparing behavior log-probabilities with the learner's."""
+    async def sample(
+        self, prompts: Sequence[Sequence[int]], n: int, max_tokens: int | None = None
+    ) -> pa.RecordBatch:
+        """`n` samples of each prompt under the weights served now, of up to `max_tokens` (default:
+        the configured limit); the group id is the prompt's position. For comparing behavior
+        log-probabilities with the learner's."""
         requests = [
             GroupRequest(i, f"probe-{i}", tuple(prompt), n) for i, prompt in enumerate(prompts)
         ]
         started = time.time()
         generations = await asyncio.gather(
-            *(self._engine.generate(request.prompt_ids, n, None) for request in requests)
+            *(
+                self._engine.generate(request.prompt_ids, n, None, max_tokens=max_tokens)
+                for request in requests
+            )
         )
         rows = [
             row
