@@ -45,14 +45,15 @@ async def check_pair(
     """Compare engine and learner on freshly sampled tokens. Raises RunError when they differ."""
     probe = config.rollout.probe
     prompts = [task.prompt_ids for task in tasks[: probe.prompts]]
-    batch_ref = worker.actor.sample.remote(prompts, SAMPLES_PER_PROMPT, PROBE_TOKENS)
+    limit = min(PROBE_TOKENS, config.rollout.sampling.max_tokens)
+    batch_ref = worker.actor.sample.remote(prompts, SAMPLES_PER_PROMPT, limit)
     batch: pa.RecordBatch = await within(
         batch_ref, config.rollout.progress_timeout_s, f"{worker.name} (start probe)"
     )
     expected, raw = await learner.score([batch_ref])
     behavior, offsets = tokens(batch, "behavior_logprobs")
-    limit = tolerance(config.rollout.engine.dtype, config.learner.param_dtype, None)
-    report = check_samples(behavior, expected, raw, offsets, limit)
+    allowed = tolerance(config.rollout.engine.dtype, config.learner.param_dtype, None)
+    report = check_samples(behavior, expected, raw, offsets, allowed)
     if not report.passed:
         raise RunError(
             f"{worker.name} and the learner disagree before step 1: their log-probabilities of "
