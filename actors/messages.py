@@ -32,7 +32,6 @@ class GroupReceipt:
     samples: int = 0
     response_tokens: tuple[int, ...] = ()
     """length of each sample"""
-    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,12 +173,6 @@ class RolloutWorker:
         lineage = generations[0].label.lineage
         return rollout_batch(rows, replace(self._meta, lineage=lineage))
 
-    async def next_token_logprobs(
-        self, prefixes: Sequence[Sequence[int]], k: int
-    ) -> list[dict[int, float]]:
-        """See `Engine.next_token_logprobs`."""
-        return await self._engine.next_token_logprobs(prefixes, k)
-
     async def progress(self) -> WorkerProgress:
         """A cheap look; it also notices an engine that died while idle."""
         self._exit_if_dead()
@@ -218,7 +212,6 @@ class RolloutWorker:
                 finished_at=finished,
                 samples=len(rows),
                 response_tokens=lengths,
-                nbytes=batch.nbytes,
             ),
             batch,
         )
@@ -300,18 +293,21 @@ class RolloutWorker:
         proof = self._proofs[label] = asyncio.get_running_loop().create_future()
         cause = "its sync was interrupted"
         doing = "loading"
+        deadline = asyncio.timeout(self._config.sync_timeout_s)
         try:
-            async with asyncio.timeout(self._config.sync_timeout_s):
+            async with deadline:
                 times = await self._engine.load(files, label)
             loaded = time.perf_counter()
             doing = "probing"
-            async with asyncio.timeout(self._config.sync_timeout_s):
+            deadline = asyncio.timeout(self._config.sync_timeout_s)
+            async with deadline:
                 parity = await self._probe(manifest, at_step_0)
             cause = "" if parity is None or parity.passed else str(parity)
-        except TimeoutError:
-            cause = self._late(doing, manifest)
-            raise TimeoutError(cause) from None
         except Exception as error:
+            # The engine turns a cancelled load into an error of its own, so the type does not tell.
+            if deadline.expired():
+                cause = self._late(doing, manifest)
+                raise TimeoutError(cause) from error
             cause = _sentence(error)
             raise
         finally:

@@ -62,14 +62,28 @@ def commit(folder: Path, *, keep: int) -> None:
     (staging / COMPLETE).touch()
     for path in (*staging.rglob("*"), staging):
         _sync(path)
+    recover_replaced(folder.parent)
     if folder.exists():
-        shutil.rmtree(folder)
+        # Removing it here instead would lose a complete checkpoint to a kill before the rename.
+        os.rename(folder, _aside(folder))
     os.rename(staging, folder)
     _sync(folder.parent)
+    recover_replaced(folder.parent)
     for old in complete_checkpoints(folder.parent)[:-keep]:
         # Without its marker an interrupted removal is no checkpoint.
         (old / COMPLETE).unlink()
         shutil.rmtree(old)
+
+
+def recover_replaced(parent: Path) -> None:
+    """Finish what a kill interrupted while a checkpoint in `parent` was being replaced: the old
+    one comes back where no new one took its place, and goes otherwise. One process calls."""
+    for aside in parent.glob(".step_*.replaced"):
+        folder = parent / aside.name.removeprefix(".").removesuffix(".replaced")
+        if folder.exists():
+            shutil.rmtree(aside)
+        else:
+            os.rename(aside, folder)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -87,6 +101,9 @@ def load_state(
 ) -> LearnerState:
     """Restore weights, optimizer and random state in place. All ranks call; their number may
     differ from when it was saved (random state is then left alone). Raises CheckpointError."""
+    if ranks.rank == 0 and not folder.exists():
+        recover_replaced(folder.parent)
+    ranks.barrier()
     if not (folder / COMPLETE).exists():
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {COMPLETE} marker")
     content = json.loads((folder / _STATE).read_text())
@@ -100,6 +117,10 @@ def load_state(
             torch.cuda.set_rng_state_all(random["cuda"])
     optimizer.batches = content["batches"]
     return LearnerState(content["version"], content["batches"], content["extra"])
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def _tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:

@@ -8,9 +8,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,6 @@ class RankInfo:
 
     rank: int
     pid: int
-    host: str
     node_id: str
     node_ip: str
 
@@ -54,6 +53,8 @@ class _RankActor:
     """A rank whose references are Ray's. The driver never imports what a rank imports."""
 
     def __init__(self, spec: LearnerSpec, rank: int, world: int) -> None:
+        if spec.logs is not None and Path(spec.logs).is_dir():
+            _redirect_output(Path(spec.logs) / f"learner-{rank}.log")
         from learner.rank import LearnerRank
 
         self._place = rank
@@ -62,7 +63,7 @@ class _RankActor:
     def info(self) -> RankInfo:
         node = ray.get_runtime_context().get_node_id()
         ip = ray.util.get_node_ip_address()
-        return RankInfo(self._place, os.getpid(), socket.gethostname(), node, ip)
+        return RankInfo(self._place, os.getpid(), node, ip)
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._rank, name)(*args, **kwargs)
@@ -80,6 +81,7 @@ class LearnerGroup:
         self._config = spec.config
         self._actors: list[Any] = []
         self._infos: list[RankInfo] = []
+        self._node_id = ""
         self._failure: LearnerDied | None = None
         self._turn = asyncio.Lock()
 
@@ -111,7 +113,8 @@ class LearnerGroup:
         timeout_s = config.start_timeout_s
         infos = [_result(actor.info.remote()) for actor in self._actors]
         self._infos = await self._settle("info", infos, timeout_s)
-        alone = len({info.host for info in self._infos}) == 1
+        self._node_id = ray.get_runtime_context().get_node_id()
+        alone = len({info.node_id for info in self._infos}) == 1
         ips = [_LOOPBACK if alone else info.node_ip for info in self._infos]
         first = self._actors[0]
         [address] = await self._settle(
@@ -168,7 +171,10 @@ class LearnerGroup:
         """End the rank processes; Ray's own way first, which it does not report as a death."""
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
-        processes = [psutil.Process(pid) for pid in self._local_pids() if psutil.pid_exists(pid)]
+        processes = []
+        for pid in self._local_pids():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                processes.append(psutil.Process(pid))
         await asyncio.to_thread(psutil.wait_procs, processes, _GRACE_S)
         self._kill()
 
@@ -240,8 +246,16 @@ class LearnerGroup:
         self._actors, self._infos = [], []
 
     def _local_pids(self) -> list[int]:
-        here = socket.gethostname()
-        return [info.pid for info in self._infos if info.host == here]
+        # A host name is no proof: containers on several machines may share one.
+        return [info.pid for info in self._infos if info.node_id == self._node_id]
+
+
+def _redirect_output(path: Path) -> None:
+    """All that this process and its libraries print goes to the end of `path`."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -22,7 +22,7 @@ class LearnerSpec:
 
     `model` is a folder or hub name; `objective` has the run's bounds filled in; `total_steps` ends
     the learning-rate schedule; `rollout_dtype` (a torch name) is that of published and exported
-    weights.
+    weights. Where a rank's node has the folder `logs`, what the rank prints goes to a file there.
     """
 
     model: str
@@ -32,6 +32,7 @@ class LearnerSpec:
     max_response_tokens: int
     rollout_dtype: str
     seed: int
+    logs: str | None = None
 
 
 @dataclass(frozen=True)

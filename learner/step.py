@@ -118,7 +118,8 @@ class Trainer:
         )
         rows, row_of, counts = self._gather_work(request, plan)
         fetched = clock()
-        old, lags = self._old_logprobs(rows, request.version)
+        own = np.array(sorted(row_of.values()), np.int64)
+        old, lags = self._old_logprobs(rows, own, request.version)
         scored = clock()
         work = _Work(plan, rows, row_of, lags, old, counts)
         lr = self._optimizer.begin_batch()
@@ -181,8 +182,11 @@ class Trainer:
             counts += [per_row[own].sum(), (per_row[own] > 0).sum()]
         return np.array(counts, np.float64)
 
-    def _old_logprobs(self, rows: Rows, current: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """p and lag of each response token. NaN where p is the current log-probability itself; a
+    def _old_logprobs(
+        self, rows: Rows, own: np.ndarray, current: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """p and lag of each response token of the rows `own`; others of `rows`, which came along
+        in their groups, are not scored. NaN where p is the current log-probability itself; a
         token whose version is no longer kept gets a lag that makes it stale."""
         lags = current - rows.versions
         if not self._objective.needs_old:
@@ -190,15 +194,12 @@ class Trainer:
         several = self._config.optimizer_steps_per_batch > 1
         if self._objective.ratio.anchor == "step_start":
             rows = replace(rows, versions=np.full_like(rows.versions, current))
-            return self._score(rows, current, [current] if several else []), lags
+            versions = [current] if several else []
+            return self._scorer.by_version(rows, own, current, versions), lags
         kept = [v for v in self._store.versions if v >= current - self._max_staleness]
-        old = self._score(rows, current, kept + [current] * several)
+        old = self._scorer.by_version(rows, own, current, kept + [current] * several)
         unknown = np.isnan(old) & (lags > 0)
         return old, np.where(unknown, np.maximum(lags, self._max_staleness + 1), lags)
-
-    def _score(self, rows: Rows, current: int, versions: list[int]) -> np.ndarray:
-        everyone = np.flatnonzero(rows.response_lengths)
-        return self._scorer.by_version(rows, everyone, current, versions)
 
     def _optimizer_step(self, work: _Work, number: int, version: int, tally: _Tally) -> None:
         part = _Part(*self._zero_counts(), torch.zeros((), device=self._ranks.device))

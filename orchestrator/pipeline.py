@@ -75,7 +75,7 @@ class Pipeline:
         self.changed = changed = Signal()
         self.flow = Flow(config, tasks.train, changed)
         self._store = cluster.create_store()
-        self._learner = LearnerGroup(_learner_spec(config))
+        self._learner = LearnerGroup(_learner_spec(config, directory))
         self._rollout = self._rollout_fleet(meta, directory)
         self._verifiers = self._verifier_fleet(directory)
         self._sync = WeightSync(
@@ -252,7 +252,7 @@ class Pipeline:
             remove_staged(self._run_id)
 
 
-def _learner_spec(config: RunConfig) -> LearnerSpec:
+def _learner_spec(config: RunConfig, directory: RunDirectory) -> LearnerSpec:
     return LearnerSpec(
         model=config.model.path,
         config=config.learner,
@@ -261,6 +261,7 @@ def _learner_spec(config: RunConfig) -> LearnerSpec:
         max_response_tokens=config.rollout.sampling.max_tokens,
         rollout_dtype=config.rollout.engine.dtype,
         seed=config.seed,
+        logs=str(directory.logs),
     )
 
 

@@ -144,6 +144,9 @@ class KillablePool:
                     job.done.set_result(job.verdicts)
             except Exception as error:
                 logger.exception("verifier slot %d failed", slot)
+                # What it still answers to this job the next one would take for its own.
+                if (child := self._children[slot]) is not None:
+                    await child.kill()
                 if not job.done.done():
                     job.done.set_exception(error)
             await self._keep_alive(slot)

@@ -48,12 +48,15 @@ class ChildProcess:
             except OSError as error:
                 ours.close()
                 raise ChildLost(f"a process could not be started: {error}") from error
+        writer: asyncio.StreamWriter | None = None
         try:
             reader, writer = await asyncio.open_connection(sock=ours, limit=MESSAGE_LIMIT_BYTES)
             child = cls(process, reader, writer)
             await child.receive(timeout_s)
         except BaseException as error:
-            ours.close()
+            # Closed under its transport, the socket would leave its number in the loop's selector,
+            # and the next socket of that number would never be heard.
+            (writer or ours).close()
             _kill(process)
             if isinstance(error, ChildLost):
                 raise ChildLost(f"a process did not come up: {error}") from error

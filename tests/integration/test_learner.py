@@ -408,6 +408,8 @@ def test_resume_continues_bit_for_bit(groups, origin: Path, tmp_path: Path) -> N
     resumed = weights_of(group)
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
 
+    # As a kill leaves it in the middle of replacing the checkpoint by another of its name.
+    (tmp_path / "step_2").rename(tmp_path / ".step_2.replaced")
     asyncio.run(groups[1].load(str(tmp_path / "step_2")))
     train(groups[1], 2, random_groups(seed=32, version=2))
     resharded = weights_of(groups[1])
@@ -466,6 +468,9 @@ def test_killed_rank_is_named(groups, origin: Path) -> None:
 
 def test_model_that_does_not_load_is_named(cluster, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    group = LearnerGroup(spec(tmp_path, 1))
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    group = LearnerGroup(replace(spec(tmp_path, 1), logs=str(logs)))
     with pytest.raises(ModelError, match=str(tmp_path)):
         asyncio.run(group.start())
+    assert [path.name for path in logs.iterdir()] == ["learner-0.log"]

@@ -229,6 +229,8 @@ def test_a_shift_by_one_is_named_by_probe_and_samples(fleet: Fleet) -> None:
     assert sample_check(batch, model_of(fleet.version)).cause == SHIFTED_AHEAD
     batch = fleet.call("sample", [PROMPT, PROMPT[:20]], 4)
     assert sample_check(batch, model_of(fleet.version)).passed
+    short = fleet.call("sample", [PROMPT], 4, 2)
+    assert np.diff(tokens(short, "response_ids")[1]).max() <= 2
     assert fleet.sync().parity.passed
 
 

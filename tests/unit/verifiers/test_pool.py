@@ -11,7 +11,7 @@ import pytest
 import verifier_doubles  # noqa: F401  registers the doubles
 
 from verifiers.pool import KillablePool, PoolClosed
-from verifiers.process import ChildLost
+from verifiers.process import ChildLost, ChildProcess
 from verifiers.registry import resolve
 from verifiers.verdict import Question, Verdict
 
@@ -211,6 +211,33 @@ def test_a_child_that_cannot_start_is_reported() -> None:
     async def scenario() -> None:
         with pytest.raises(ChildLost, match=r"did not come up: no answer within 0\.001 s"):
             await KillablePool(2, 1.0, LIMIT_BYTES, start_timeout_s=0.001).start()
+
+    asyncio.run(scenario())
+
+
+def test_a_child_that_came_too_late_does_not_deafen_the_next() -> None:
+    async def scenario() -> None:
+        with pytest.raises(ChildLost, match="did not come up"):
+            await ChildProcess.start(LIMIT_BYTES, 0.001)
+        # Its socket gets the number that the first one's had.
+        child = await ChildProcess.start(LIMIT_BYTES, 60.0)
+        await child.kill()
+
+    asyncio.run(scenario())
+
+
+def test_an_unforeseen_failure_leaves_no_answers_to_the_next_job() -> None:
+    async def scenario() -> None:
+        pool = KillablePool(1, 60.0, LIMIT_BYTES)
+        await pool.start()
+        obedient = resolve("double_obedient")
+        try:
+            with pytest.raises(RecursionError):
+                await pool.score(obedient, QUESTION, ["nest", "wrong"])
+            verdicts = await pool.score(obedient, QUESTION, ["right", "wrong"])
+            assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
+        finally:
+            await pool.close()
 
     asyncio.run(scenario())
 

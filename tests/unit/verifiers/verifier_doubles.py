@@ -37,6 +37,9 @@ def obedient(question: Question, completion: str) -> Any:
             for _ in range(1000):
                 print("x" * 10_000)
             return 1.0
+        case ["nest"]:
+            # Into the pool's own socket: JSON too deep to parse.
+            os.write(int(sys.argv[1]), b"[" * 100_000 + b"\n")
         case ["return", expression]:
             return eval(expression, {"nan": float("nan"), "inf": float("inf")})
         case ["pid"]:
