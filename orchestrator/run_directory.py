@@ -90,12 +90,13 @@ class RunDirectory:
         return self.checkpoints / f"step_{step}"
 
     def newest_checkpoint(self) -> Path | None:
-        """The finished checkpoint with the highest step, None without one."""
-        steps = [
-            int(found.group(1))
-            for entry in self.checkpoints.glob("step_*")
-            if (found := re.fullmatch(r"step_(\d+)", entry.name)) and entry.is_dir()
-        ]
+        """The finished checkpoint with the highest step, None without one.
+
+        One that a kill caught while it was being replaced counts: loading it brings it back.
+        """
+        names = (entry.name for entry in self.checkpoints.iterdir() if entry.is_dir())
+        found = (re.fullmatch(r"step_(\d+)|\.step_(\d+)\.replaced", name) for name in names)
+        steps = [int(match.group(1) or match.group(2)) for match in found if match]
         return self.checkpoint(max(steps)) if steps else None
 
     def next_lineage(self) -> int:

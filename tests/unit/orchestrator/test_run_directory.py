@@ -87,3 +87,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_checkpoint_caught_in_replacement_still_counts(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny")
+    run.checkpoint(4).mkdir()
+    (run.checkpoints / ".step_8.replaced").mkdir()
+    (run.checkpoints / ".step_9.partial").mkdir()
+    assert run.newest_checkpoint() == run.checkpoint(8)
