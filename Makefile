@@ -20,7 +20,8 @@ setup: $(VENV)/.complete  ## the environment in .venv, from the lock file
 $(VENV)/.complete: requirements-cpu.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements-cpu.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --compile-bytecode \
+	  -r requirements-cpu.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TORCH) 2>/dev/null \
 	  || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	       --index-url $(TORCH_INDEX) $(TORCH)

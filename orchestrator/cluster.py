@@ -28,6 +28,9 @@ from orchestrator.errors import RunError
 from orchestrator.store import TrajectoryStore
 from verifiers.worker import VerifierWorker
 
+logger = logging.getLogger(__name__)
+
+LOCAL_STARTS = 2
 CONTROL_CALLS = 8
 """Calls to a verifier worker beyond those that score, so that a ping never queues behind them."""
 
@@ -39,24 +42,44 @@ def connect(config: RunConfig) -> None:
     cores. Raises RunError when the cluster cannot be reached or lacks resources.
     """
     address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _join(address)
+    else:
+        _start_local(max(os.cpu_count() or 1, math.ceil(cpus_needed(config))))
+    _require_room(config)
+
+
+def _join(address: str) -> None:
     try:
-        if address:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        else:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise RunError(
+            f"cannot connect to the Ray cluster at RAY_ADDRESS={address}: {error}. "
+            "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
+        ) from error
+
+
+def _start_local(cpus: int) -> None:
+    """Start Ray on this machine. Its agents have 15 s to come up, which a machine that is busy or
+    reads everything for the first time may miss once; so there is a second attempt."""
+    for attempt in range(LOCAL_STARTS):
+        try:
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, math.ceil(cpus_needed(config))),
+                num_cpus=cpus,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-    except Exception as error:
-        where = f"the Ray cluster at RAY_ADDRESS={address}" if address else "a local Ray"
-        raise RunError(
-            f"cannot connect to {where}: {error}. "
-            "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
-        ) from error
-    _require_room(config)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt + 1 == LOCAL_STARTS:
+                raise RunError(
+                    f"Ray did not start on this machine: {error}. The machine may be too busy, or "
+                    "short of memory or disk. Ray's logs: /tmp/ray/session_latest/logs."
+                ) from error
+            logger.warning("Ray did not start, trying once more: %s", error)
 
 
 def groups_per_verifier(config: RunConfig) -> int:

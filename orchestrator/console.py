@@ -23,6 +23,8 @@ def step_line(record: StepRecord) -> str:
         f"step {record.seconds:.1f}s",
         f"bottleneck: {record.bottleneck}",
     ]
+    if record.unscored:
+        cells.insert(-1, f"UNSCORED {record.unscored}/{record.samples}")
     if record.skipped:
         cells.insert(1, f"SKIPPED: {record.skipped}")
     return "  ".join(cells)

@@ -34,6 +34,8 @@ class StepRecord:
     accuracy: float | None = None
     """Mean outcome of the batch's scored samples, before shaping."""
     samples: int = 0
+    unscored: int = 0
+    """Of those samples, the ones without an ok verdict."""
     response_tokens: int = 0
     """Response tokens of the batch's samples."""
     staleness_tokens: Mapping[int, int] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class StepRecord:
             "staleness_tokens": {str(lag): n for lag, n in sorted(self.staleness_tokens.items())},
             "masked_tokens": dict(self.masked_tokens),
             "samples": self.samples,
+            "unscored": self.unscored,
             "response_tokens_mean": self.response_tokens_mean,
             "trained_tokens": self.trained_tokens,
             "trained_tokens_per_second": self.trained_tokens_per_second,

@@ -196,6 +196,7 @@ class Reporter:
             staleness_tokens=_staleness(result.metrics),
             masked_tokens=dict(masked),
             samples=sum(len(group.entry.sample_ids) for group in groups),
+            unscored=sum(group.entry.ok.count(False) for group in groups),
             response_tokens=sum(group.total_tokens for group in groups),
             learner=result.metrics,
         )

@@ -1,7 +1,7 @@
 """`slipstream run`: from a validated config to a summary, with every failure as one paragraph.
 
-Prepares what needs no cluster (run directory, tasks), connects Ray, hands over to the pipeline,
-and turns how that ends into files and an exit code.
+Prepares what needs no cluster (tasks first, so that bad data leaves no run behind), connects Ray,
+hands over to the pipeline, and turns how that ends into files and an exit code.
 """
 
 import asyncio
@@ -36,11 +36,7 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
     Raises SlipstreamError whose message is the paragraph of cause.
     """
     config = config.resolved()
-    directory, checkpoint = _directory(config, runs_folder, resume)
-    _log_to(directory)
-    directory.write_config(config.model_dump(mode="json"))
     console = Console()
-    console.note(f"run directory: {directory.path}")
     tokenizer = load_tokenizer(config.model)
     tasks = load_tasks(config, tokenizer)
     console.note(f"{len(tasks.train)} training tasks, {len(tasks.held_out)} held-out tasks")
@@ -49,6 +45,10 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             f"warning: {tasks.overlap} held-out prompts are training prompts too, so held-out "
             "accuracy is partly accuracy on trained tasks"
         )
+    directory, checkpoint = _directory(config, runs_folder, resume)
+    _log_to(directory)
+    directory.write_config(config.model_dump(mode="json"))
+    console.note(f"run directory: {directory.path}")
     meta = TrajectoryMeta(tokenizer=fingerprint(tokenizer), model=config.model.path)
     metrics = Metrics(
         run=directory.path.name,

@@ -10,9 +10,11 @@ from typing import Any
 
 from orchestrator.config import FileSource, GymSource, ModelConfig, RunConfig
 from orchestrator.data import merge, read_file, tokenize_tasks
+from orchestrator.data_errors import BadRow, DataError
 from orchestrator.errors import RunError
 from orchestrator.gym import gym_rows
 from orchestrator.tasks import Task, TaskRow
+from verifiers.registry import UnknownVerifierError, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,23 @@ def load_tasks(config: RunConfig, tokenizer: Any) -> Tasks:
         ).tasks
 
     held_out = tokenised(config.data.held_out)
-    return Tasks(tokenised(config.data.train), held_out[: config.evaluation.max_tasks])
+    tasks = Tasks(tokenised(config.data.train), held_out[: config.evaluation.max_tasks])
+    _require_verifiers((*tasks.train, *tasks.held_out))
+    return tasks
+
+
+def _require_verifiers(tasks: Sequence[Task]) -> None:
+    """Raise DataError naming the first task of each verifier that does not exist."""
+    first = {task.verifier: task for task in reversed(tasks)}
+    problems = []
+    for name, task in first.items():
+        try:
+            resolve(name)
+        except UnknownVerifierError as error:
+            expected = "a registered verifier, or pkg.module:Name on PYTHONPATH"
+            problems.append(BadRow(task.task_id, None, "verifier", expected, str(error)))
+    if problems:
+        raise DataError(problems)
 
 
 def _rows(source: FileSource | GymSource) -> list[TaskRow]:
