@@ -23,6 +23,7 @@ from learner.messages import LearnerSpec, LearnerState, ProbeRequest, Publicatio
 
 _LOOPBACK = "127.0.0.1"
 _LOST_COLLECTIVE = ("gloo", "nccl", "connection", "another learner rank")
+_WATCH_PERIOD_S = 2.0
 _GRACE_S = 5.0
 """How long after a first failure the other ranks get to report theirs, to find the culprit."""
 
@@ -167,6 +168,15 @@ class LearnerGroup:
         """Write the current weights as a Hugging Face folder; it must not exist."""
         await self._call("export", folder, timeout_s=self._config.step_timeout_s)
 
+    async def watch(self) -> None:
+        """Loop until a rank process on this node is gone, then raise LearnerDied: a rank may die
+        while nobody waits for it. Ranks on other nodes are noticed at the next call."""
+        while True:
+            await asyncio.sleep(_WATCH_PERIOD_S)
+            for info in self._infos:
+                if info.node_id == self._node_id and not _runs(info.pid):
+                    raise self._ended(info.rank, f"its process {info.pid} is gone")
+
     async def close(self) -> None:
         """End the rank processes; Ray's own way first, which it does not report as a death."""
         for actor in self._actors:
@@ -256,6 +266,13 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from orchestrator.errors import RunError
 
 T = TypeVar("T")
+_RAY_DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
 
 
 class DeadlineExceeded(RunError):
@@ -32,3 +33,10 @@ async def within(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
 
 async def _as_coroutine(awaitable: Awaitable[T]) -> T:
     return await awaitable
+
+
+def plain(text: str) -> str:
+    """An error's text in one paragraph, without the identifiers and the advice that Ray adds."""
+    lines = (line.strip() for line in text.strip().splitlines())
+    told = (line for line in lines if line and not line.startswith(_RAY_DETAILS))
+    return " ".join(line.split(" Some common causes")[0] for line in told)

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from orchestrator.calls import DeadlineExceeded, within
+from orchestrator.calls import DeadlineExceeded, plain, within
 from orchestrator.errors import RunError
 from orchestrator.signal import Signal
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 PING_PERIOD_S = 2.0
 PING_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
-ACTOR_DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
 
 
 class WorkerState(StrEnum):
@@ -239,9 +238,7 @@ def _process(info: Any) -> str:
 def root_cause(error: BaseException) -> str:
     """One or two sentences that say why a remote call failed, without Ray's wrapping."""
     inner = error.cause if isinstance(error, RayTaskError) else error
-    lines = [line.strip() for line in str(inner).strip().splitlines()]
-    if isinstance(inner, RayActorError):
-        told = [line for line in lines if not line.startswith(ACTOR_DETAILS)]
-        return " ".join(line.split(" Some common causes")[0] for line in told[:2])
-    text = " ".join(lines)
-    return text if isinstance(inner, RunError) and text else f"{type(inner).__name__}: {text}"
+    text = plain(str(inner))
+    if isinstance(inner, RunError | RayActorError) and text:
+        return text
+    return f"{type(inner).__name__}: {text}"

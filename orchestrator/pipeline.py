@@ -169,6 +169,7 @@ class Pipeline:
             "rollout fleet": self._rollout.supervise(),
             "verifier fleet": self._verifiers.supervise(),
             "reporting": self._reporter.run(),
+            "learner watch": self._learner.watch(),
             "watchdog": Watchdog(self.changed, config.supervision, self._describe).run(),
         }
         try:

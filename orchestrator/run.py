@@ -17,6 +17,7 @@ import ray
 from actors.trajectory import TrajectoryMeta
 from learner.group import LearnerDied
 from orchestrator import cluster
+from orchestrator.calls import plain
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
@@ -65,7 +66,7 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             outcome, flow = asyncio.run(_play(config, directory, tasks, meta, reporter, checkpoint))
             summary = _summary(config, outcome, reporter, flow)
             directory.write_summary(summary)
-            console.summary(summary, title=str(directory.path))
+            console.summary(summary, title=directory.path.name)
         finally:
             ray.shutdown()
             metrics.close()
@@ -105,10 +106,10 @@ async def _play(
         if isinstance(error, RunError):
             raise error from None
         if isinstance(error, LearnerDied | ValueError):
-            raise RunError(str(error)) from error
+            raise RunError(plain(str(error))) from error
         raise
     except (LearnerDied, ValueError) as error:
-        raise RunError(str(error)) from error
+        raise RunError(plain(str(error))) from error
 
 
 def _directory(

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = REPOSITORY / "deploy/quickstart/quickstart.toml"
 START_LIMIT_S = 300.0
@@ -80,3 +82,17 @@ class LiveRun:
 def worker_pid(run: LiveRun, name: str) -> int:
     """Process id of a rollout worker that is ready."""
     return int(run.wait_for(rf"{name} is ready \(pid (\d+)\)").group(1))
+
+
+def learner_pid(run: LiveRun) -> int:
+    """Process id of the only learner rank of a run."""
+    family = psutil.Process(run.process.pid).children(recursive=True)
+    (rank,) = (p for p in family if "_RankActor" in p.name() or "_RankActor" in _command(p))
+    return rank.pid
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import QUICKSTART, LiveRun, worker_pid
+from live import QUICKSTART, LiveRun, learner_pid, worker_pid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from actors.config import EngineConfig, SamplingConfig
@@ -150,6 +150,15 @@ def test_resume_goes_on_where_the_run_stopped(disturbed: LiveRun) -> None:
     assert summary["ledger"]["balanced"]
     assert re.search(r"^slipstream_policy_version \d+", page, re.MULTILINE)
     assert re.search(r'^slipstream_workers\{role="rollout",state="ready"\} 1', page, re.MULTILINE)
+
+
+def test_a_killed_learner_rank_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    run = LiveRun(QUICKSTART, tmp_path, ["--steps", "2000", *FAST])
+    run.wait_for(r"step +1/2000")
+    os.kill(learner_pid(run), signal.SIGKILL)
+    assert run.wait() == 1
+    assert re.search(r"slipstream: .*learner rank 0 died", run.output), run.output
+    assert "Traceback" not in run.output
 
 
 def test_a_model_that_does_not_load_is_one_clear_paragraph(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.calls import DeadlineExceeded, within
+from orchestrator.calls import DeadlineExceeded, plain, within
 from orchestrator.errors import RunError
 from orchestrator.fleet import RestartBudget
 from orchestrator.loops import LoopEnded, beside
@@ -29,6 +29,18 @@ def test_a_timeout_raised_by_the_call_itself_is_not_renamed() -> None:
 
     with pytest.raises(TimeoutError, match="inside"):
         asyncio.run(within(fails(), 60, "a call"))
+
+
+def test_ray_identifiers_and_advice_are_left_out() -> None:
+    text = """The actor died unexpectedly before finishing this task.
+\tclass_name: RolloutWorker
+\tactor_id: 6d42de
+\tpid: 17
+The actor is dead because its worker process has died. Some common causes include: (1) memory"""
+    assert plain(text) == (
+        "The actor died unexpectedly before finishing this task. "
+        "The actor is dead because its worker process has died."
+    )
 
 
 def test_every_waiter_wakes_once_per_change() -> None:
