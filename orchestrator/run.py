@@ -8,6 +8,7 @@ import asyncio
 import logging
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,11 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         )
     directory, checkpoint = _directory(config, runs_folder, resume)
     _log_to(directory)
-    directory.write_config(config.model_dump(mode="json"))
+    resolved = config.model_dump(mode="json")
+    if checkpoint is not None:
+        for change in differences(directory.read_config(), resolved):
+            console.note(f"warning: differs from the resumed run: {change}")
+    directory.write_config(resolved)
     console.note(f"run directory: {directory.path}")
     meta = TrajectoryMeta(tokenizer=fingerprint(tokenizer), model=config.model.path)
     metrics = Metrics(
@@ -126,6 +131,18 @@ def _directory(
         )
     directory.point_latest()
     return directory, checkpoint
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Keys whose values differ between two resolved configurations, as `key old -> new`."""
+    found: list[str] = []
+    for key in sorted({*before, *now}):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found.append(f"{prefix}{key} {old} -> {new}")
+    return found
 
 
 def _log_to(directory: RunDirectory) -> None:

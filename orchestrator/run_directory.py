@@ -106,6 +106,11 @@ class RunDirectory:
         write_json(path, {"lineage": last + 1})
         return last + 1
 
+    def read_config(self) -> dict[str, Any]:
+        """The configuration that the run was last started with."""
+        content: dict[str, Any] = json.loads(self.config_json.read_text(encoding="utf-8"))
+        return content
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Keep the resolved configuration, such that it can be read as one again."""
         write_json(self.config_json, config)
