@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.config import DataConfig, FileSource, RunConfig
+from orchestrator.config import RunConfig
+from orchestrator.data_config import DataConfig, FileSource
 from orchestrator.errors import ConfigError, Problem
 from verifiers.registry import UnknownVerifierError, resolve
 

@@ -7,8 +7,8 @@ state. Both become visible together or not at all.
 from pathlib import Path
 
 from learner.group import LearnerGroup
-from orchestrator.config import CheckpointConfig
 from orchestrator.flow import Flow
+from orchestrator.operation_config import CheckpointConfig
 from orchestrator.run_directory import RunDirectory
 
 

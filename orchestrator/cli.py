@@ -24,7 +24,11 @@ OVERRIDES_HELP = (
     "--learner.optimizer.lr 1e-4, --rollout.engine.dtype=float32. Values are TOML; a bare word is "
     "a string. Relative paths count from the configuration's folder."
 )
-OWN_OPTIONS = ("--help", "--resume", "--runs-folder", "--version")
+CONFIGURED = {
+    "run": ("--help", "--resume", "--runs-folder"),
+    "check": ("--help",),
+}
+"""Commands that read a configuration, with the options that are not keys of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted; argparse exits by itself.
     """
     try:
-        rest, overrides = split_overrides(sys.argv[1:] if argv is None else argv)
-        arguments = _parser().parse_args(rest)
+        words = list(sys.argv[1:] if argv is None else argv)
+        overrides: list[tuple[str, str]] = []
+        if own_options := CONFIGURED.get(next((w for w in words if not w.startswith("-")), "")):
+            words, overrides = split_overrides(words, own_options)
+        arguments = _parser().parse_args(words)
         arguments.overrides = overrides
         command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
@@ -49,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def split_overrides(
+    argv: Sequence[str], own_options: Sequence[str]
+) -> tuple[list[str], list[tuple[str, str]]]:
     """Separate `--key value` and `--key=value` of the configuration from the command's own words.
 
     The word after an override is its value whatever it looks like, unless it is an option itself.
@@ -61,11 +70,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
     while words:
         word = words.pop(0)
         option, equals, value = word.partition("=")
-        if not option.startswith("--") or option == "--" or option in OWN_OPTIONS:
+        if not option.startswith("--") or option == "--" or option in own_options:
             rest.append(word)
             continue
         key = option.removeprefix("--")
-        _require_key(key)
+        _require_key(key, own_options)
         if not equals:
             if not words or words[0].startswith("--"):
                 raise UsageError(f"{option} needs a value, as in {option} VALUE.")
@@ -74,10 +83,10 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str
     return rest, overrides
 
 
-def _require_key(key: str) -> None:
+def _require_key(key: str, own_options: Sequence[str]) -> None:
     if all(part.isidentifier() or part.isdecimal() for part in key.split(".")):
         return
-    options = [option for option in OWN_OPTIONS if option != "--help"]
+    options = [option for option in own_options if option != "--help"]
     close = difflib.get_close_matches(f"--{key}", [*options, f"--{key.replace('-', '_')}"], n=1)
     hint = f" Did you mean {close[0]}?" if close else " See slipstream --help."
     raise UsageError(f"--{key} is neither an option nor a key of the configuration.{hint}")
@@ -92,6 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_configured(commands)
+    return parser
+
+
+def _add_configured(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     run = _add(commands, "run", _run, "train, until the steps are done or Ctrl-C")
     run.add_argument(
         "--resume",
@@ -109,7 +123,6 @@ def _parser() -> argparse.ArgumentParser:
         help="where run directories are made (default: ./runs)",
     )
     _add(commands, "check", _check, "validate, and print the resource plan; allocates nothing")
-    return parser
 
 
 def _add(

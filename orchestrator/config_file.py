@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.config import RunConfig
+from orchestrator.config_types import wrong_kinds
 from orchestrator.errors import ConfigError, Problem, UsageError
 
 
@@ -28,10 +29,15 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
     raw = _read(path)
     for key, text in overrides:
         _set(raw, key, parse_value(text))
+    problems = list(wrong_kinds(raw, RunConfig))
     try:
         config = RunConfig.model_validate(raw, context={"folder": path.resolve().parent})
     except ValidationError as error:
-        raise ConfigError(str(path), _problems(error, raw)) from None
+        known = {problem.key for problem in problems}
+        others = (problem for problem in _problems(error, raw) if problem.key not in known)
+        raise ConfigError(str(path), [*problems, *others]) from None
+    if problems:
+        raise ConfigError(str(path), problems)
     return config.resolved()
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from orchestrator.config import FileSource, GymSource, ModelConfig, RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.data import merge, read_file, tokenize_tasks
+from orchestrator.data_config import FileSource, GymSource, ModelConfig
 from orchestrator.data_errors import BadRow, DataError
 from orchestrator.errors import RunError
 from orchestrator.gym import gym_rows

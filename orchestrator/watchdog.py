@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from orchestrator.config import SupervisionConfig
 from orchestrator.errors import RunError
+from orchestrator.operation_config import SupervisionConfig
 from orchestrator.signal import Signal
 
 CHECK_PERIOD_S = 1.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.cli import main, split_overrides
+from orchestrator.cli import CONFIGURED, main, split_overrides
 from orchestrator.errors import UsageError
 
 CONFIG = """
@@ -35,7 +35,7 @@ def config(tmp_path: Path) -> str:
 
 def test_overrides_are_told_from_options_in_any_order() -> None:
     words = ["run", "--seed", "-3", "c.toml", "--a.b=x=y", "--resume", "--runs-folder", "out"]
-    rest, overrides = split_overrides([*words, "--name=", "-h"])
+    rest, overrides = split_overrides([*words, "--name=", "-h"], CONFIGURED["run"])
     assert rest == ["run", "c.toml", "--resume", "--runs-folder", "out", "-h"]
     assert overrides == [("seed", "-3"), ("a.b", "x=y"), ("name", "")]
 
@@ -52,7 +52,7 @@ def test_overrides_are_told_from_options_in_any_order() -> None:
 )
 def test_words_that_are_neither_option_nor_override(words: list[str], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        split_overrides(["run", "c.toml", *words])
+        split_overrides(["run", "c.toml", *words], CONFIGURED["run"])
 
 
 def test_check_prints_roles_objective_and_ends_with_0(

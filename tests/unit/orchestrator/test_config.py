@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.config import FileSource, GymSource, RunConfig
+from orchestrator.config import RunConfig
 from orchestrator.config_file import known_keys, load, parse_value
+from orchestrator.data_config import FileSource, GymSource
 from orchestrator.errors import ConfigError, Problem, UsageError
 from orchestrator.run_directory import RunDirectory
 
@@ -260,3 +261,46 @@ def test_generated_held_out_tasks_must_be_clear_of_the_training_ones(
     problems = refused(config_path, ("data.held_out.seed", seed))
     assert "training source too" in str(problems["data.held_out"])
     assert load(config_path, [("data.held_out.seed", "101")]).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("steps", "'\"40\"'", "steps: '40'; expected a whole number"),
+        ("seed", "true", "seed: true; expected a whole number"),
+        ("learner.optimizer.lr", "'\"1e-4\"'", "learner.optimizer.lr: '1e-4'; expected a number"),
+        ("learner.optimizer.betas", "[0.9, true]", "betas.1: true; expected a number"),
+        ("metrics.enabled", "1", "metrics.enabled: 1; expected true or false"),
+        ("rollout.resources", '{ node = "1" }', "rollout.resources.node: '1'; expected a number"),
+        ("queue.max_groups", '"64"', "queue.max_groups: '64'; expected a whole number"),
+        ("data.train", '{ reasoning_gym = "x", size = "9" }', "data.train.size: '9'"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(
+    config_path: Path, key: str, value: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(config_path, [(key, value.strip("'"))])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"host": "0.0.0.0", "token": "none"}, "without a token"),
+        ({"host": "node", "token": "none"}, "without a token"),
+        ({"tls_cert": "cert.pem"}, "go together"),
+    ],
+)
+def test_an_open_control_port_is_refused(
+    config_path: Path, table: dict[str, str], words: str
+) -> None:
+    overrides = [(f"control.{key}", value) for key, value in table.items()]
+    with pytest.raises(ConfigError, match=words):
+        load(config_path, overrides)
+
+
+def test_workers_must_start_within_the_autoscaler_s_bounds(config_path: Path) -> None:
+    overrides = [("autoscaler.enabled", "true"), ("rollout.workers", "3")]
+    with pytest.raises(ConfigError, match=r"autoscaler.rollout: .*3, is outside of 1 to 1"):
+        load(config_path, overrides)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from orchestrator.config import SupervisionConfig
 from orchestrator.errors import RunError
+from orchestrator.operation_config import SupervisionConfig
 from orchestrator.signal import Signal
 from orchestrator.watchdog import Watchdog
 
