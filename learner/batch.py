@@ -28,10 +28,14 @@ class GroupEntry:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """Train on these groups; `version` is the learner's before the step."""
+    """Train on these groups; `version` is the learner's before the step.
+
+    `max_staleness` is the bound that holds for it: it may differ from one step to the next.
+    """
 
     step: int
     version: int
+    max_staleness: int
     groups: tuple[GroupEntry, ...]
 
 

@@ -96,7 +96,6 @@ class Trainer:
         self._ranks = ranks
         self._config = config
         self._objective = objective
-        self._max_staleness = objective.max_staleness
         self._max_response_tokens = max_response_tokens
         self._fetch = fetch
 
@@ -108,6 +107,7 @@ class Trainer:
         """
         clock = time.perf_counter
         started = clock()
+        self._bound_staleness(request.max_staleness)
         plan = plan_batch(
             request,
             self._objective,
@@ -134,6 +134,17 @@ class Trainer:
             "train_s": clock() - scored,
         }
         return self._result(request.version, tally, seconds, lr)
+
+    @property
+    def _max_staleness(self) -> int:
+        return self._objective.max_staleness or 0
+
+    def _bound_staleness(self, max_staleness: int) -> None:
+        """Versions are kept for as long as their tokens may train. After the bound was raised,
+        those that were given up under the old one stay unknown: their tokens are stale."""
+        if max_staleness != self._objective.max_staleness:
+            self._objective = self._objective.model_copy(update={"max_staleness": max_staleness})
+            self._store.resize(max_staleness)
 
     def _gather_work(
         self, request: StepRequest, plan: BatchPlan

@@ -42,6 +42,12 @@ class VersionStore:
         torch._foreach_copy_(buffers, shards)
         self._copies[version] = buffers
 
+    def resize(self, capacity: int) -> None:
+        """Keep up to `capacity` versions from now on; the oldest beyond it are dropped."""
+        self._capacity = capacity
+        for version in self.versions[: max(0, len(self._copies) - capacity)]:
+            del self._copies[version]
+
     def forget(self) -> None:
         """Drop every copy: the history that they belong to has ended."""
         self._copies.clear()

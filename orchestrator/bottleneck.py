@@ -14,6 +14,8 @@ class Phase(StrEnum):
     PUBLISH = "publish"
     CHECKPOINT = "checkpoint"
     EVALUATE = "evaluate"
+    PAUSED = "paused"
+    """Told to wait; counts neither as work nor as waiting for groups."""
 
 
 class Stage(StrEnum):
@@ -70,10 +72,12 @@ def find_bottleneck(phase_seconds: Mapping[Phase, float], gauges: FlowGauges) ->
     Where the loop worked, that is the learner or the publication of weights. Where it waited for
     groups, the gauges tell what the groups were waiting for.
     """
-    total = sum(phase_seconds.values())
+    counted: dict[Phase, float] = dict(phase_seconds)
+    counted.pop(Phase.PAUSED, None)
+    total = sum(counted.values())
     if total <= 0:
         return Bottleneck(Stage.LEARNER, "no time measured")
-    shares = {name: seconds / total for name, seconds in phase_seconds.items()}
+    shares = {name: seconds / total for name, seconds in counted.items()}
     waited = shares.get(Phase.WAIT_FOR_GROUPS, 0.0)
     published = shares.get(Phase.PUBLISH, 0.0)
     busy = 1.0 - waited - published

@@ -1,11 +1,13 @@
 """Awaiting remote work with a deadline and a name, so that nothing waits silently.
 
-Knows Ray's object references only as awaitables.
+Knows Ray's object references only as awaitables, and what Ray wraps errors in.
 """
 
 import asyncio
 from collections.abc import Awaitable
 from typing import TypeVar
+
+from ray.exceptions import RayActorError, RayTaskError
 
 from orchestrator.errors import RunError
 
@@ -40,3 +42,12 @@ def plain(text: str) -> str:
     lines = (line.strip() for line in text.strip().splitlines())
     told = (line for line in lines if line and not line.startswith(_RAY_DETAILS))
     return " ".join(line.split(" Some common causes")[0] for line in told)
+
+
+def root_cause(error: BaseException) -> str:
+    """One or two sentences that say why a remote call failed, without Ray's wrapping."""
+    inner = error.cause if isinstance(error, RayTaskError) else error
+    text = plain(str(inner))
+    if isinstance(inner, RunError | RayActorError) and text:
+        return text
+    return f"{type(inner).__name__}: {text}"

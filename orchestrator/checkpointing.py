@@ -26,21 +26,27 @@ class Checkpointing:
         self._directory = directory
         self._learner = learner
         self._flow = flow
-        self._saved: Path | None = None
+        self._saved_step: int | None = None
 
-    async def save(self) -> None:
-        """Write the checkpoint of the flow's current step unless it is there; beyond `keep`, older
-        ones go."""
+    @property
+    def saved_step(self) -> int | None:
+        """Step of the newest checkpoint that this run wrote or started from."""
+        return self._saved_step
+
+    async def save(self) -> Path:
+        """The checkpoint of the flow's current step, written unless it is there; beyond `keep`,
+        older ones go."""
         path = self._directory.checkpoint(self._flow.step)
-        if path == self._saved:
-            return
+        if self._flow.step == self._saved_step:
+            return path
         await self._learner.save(
             str(path), self._flow.state(), keep=self._config.keep, export=self._config.export
         )
-        self._saved = path
+        self._saved_step = self._flow.step
+        return path
 
     async def load(self, path: Path) -> None:
         """Put learner and flow where they were when `path` was saved."""
         state = await self._learner.load(str(path))
         self._flow.restore(state.extra, lineage=self._directory.next_lineage())
-        self._saved = path
+        self._saved_step = self._flow.step

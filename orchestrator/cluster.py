@@ -4,7 +4,6 @@ The only module of the orchestrator that decides actor options. Knows no loop.
 """
 
 import logging
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -35,18 +34,32 @@ CONTROL_CALLS = 8
 """Calls to a verifier worker beyond those that score, so that a ping never queues behind them."""
 
 
-def connect(config: RunConfig) -> None:
-    """Join the cluster of RAY_ADDRESS, or start a local one.
+def connect(config: RunConfig) -> RunConfig:
+    """Join the cluster of RAY_ADDRESS, or start a local one; the configuration as it holds there.
 
-    A local cluster always has CPUs for the roles of the config: on a small machine they share the
-    cores. Raises RunError when the cluster cannot be reached or lacks resources.
+    On a local cluster, which nobody else uses, roles share the cores and reserve none: there is
+    always room for another worker. Raises RunError when the cluster cannot be reached or lacks
+    resources.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _join(address)
     else:
-        _start_local(max(os.cpu_count() or 1, math.ceil(cpus_needed(config))))
+        config = _without_cpu_reservations(config)
+        _start_local(os.cpu_count() or 1)
     _require_room(config)
+    return config
+
+
+def _without_cpu_reservations(config: RunConfig) -> RunConfig:
+    none = {"cpus": 0.0}
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update=none),
+            "verifiers": config.verifiers.model_copy(update=none),
+            "learner": config.learner.model_copy(update=none),
+        }
+    )
 
 
 def _join(address: str) -> None:

@@ -13,11 +13,13 @@ from ray.exceptions import RayError
 
 from actors.trajectory import VerdictStatus
 from actors.worker import GroupReceipt, GroupRequest
+from orchestrator.calls import root_cause
 from orchestrator.errors import RunError
-from orchestrator.fleet import Fleet, Worker, root_cause
+from orchestrator.fleet import Fleet
 from orchestrator.signal import Signal
 from orchestrator.tasks import Task
 from orchestrator.verification import Verification
+from orchestrator.workers import LossReason, Worker
 
 ATTEMPTS = 3
 MAX_FAILED_SHARE = 0.05
@@ -115,7 +117,7 @@ class Evaluation:
                 return None, receipt.error
             batch_ref = await anext(stream)
         except RayError as error:
-            self._fleet.report_lost(worker, root_cause(error))
+            self._fleet.report_lost(worker, LossReason.DIED, root_cause(error))
             return None, root_cause(error)
         finally:
             worker.in_flight -= 1

@@ -1,4 +1,4 @@
-"""Fleets: creating, watching, replacing and closing the workers of one role.
+"""Fleets: creating, watching, replacing, scaling and closing the workers of one role.
 
 A fleet knows how to spawn an actor and how to start it, both given from outside; it does not
 know what the workers do. Work in flight belongs to whoever dispatched it: when a worker is lost
@@ -9,18 +9,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 
-from orchestrator.calls import DeadlineExceeded, plain, within
+from orchestrator.calls import DeadlineExceeded, root_cause, within
 from orchestrator.errors import RunError
+from orchestrator.restarts import RestartBudget
 from orchestrator.signal import Signal
+from orchestrator.workers import LossReason, Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -29,54 +29,8 @@ PING_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 
 
-class WorkerState(StrEnum):
-    """Lifecycle of one worker as its fleet sees it."""
-
-    STARTING = "starting"
-    READY = "ready"
-    QUARANTINED = "quarantined"
-    DEAD = "dead"
-
-
-@dataclass(eq=False, slots=True)
-class Worker:
-    """One actor process of a role; `info` is what its start call returned."""
-
-    name: str
-    actor: Any
-    state: WorkerState = WorkerState.STARTING
-    info: Any = None
-    in_flight: int = 0
-    """Groups dispatched to it and not yet returned."""
-    progress: Any = None
-    """Last answer of its `progress` call."""
-    progress_changed_at: float = field(default_factory=time.monotonic)
-
-
-class RestartBudget:
-    """Exponential back-off and an hourly limit on replacements; pure, clock given by the caller."""
-
-    def __init__(
-        self, per_hour: int, first_delay_s: float = 1.0, max_delay_s: float = 60.0
-    ) -> None:
-        self._per_hour = per_hour
-        self._first_delay_s = first_delay_s
-        self._max_delay_s = max_delay_s
-        self._recent: deque[float] = deque()
-
-    def next_delay_s(self, now_s: float) -> float | None:
-        """Seconds to wait before the next replacement; None when the hour's budget is spent."""
-        while self._recent and now_s - self._recent[0] > 3600.0:
-            self._recent.popleft()
-        if len(self._recent) >= self._per_hour:
-            return None
-        delay = min(self._first_delay_s * 2 ** len(self._recent), self._max_delay_s)
-        self._recent.append(now_s)
-        return delay
-
-
 class Fleet:
-    """The workers of one role.
+    """The workers of one role: as many as `target` says.
 
     `spawn(name)` creates the actor; `start(actor)` awaits until it can work and returns its info;
     `release(name)` frees what spawning reserved beyond the actor itself.
@@ -91,8 +45,10 @@ class Fleet:
         changed: Signal,
         tell: Callable[[str], None],
         release: Callable[[str], None] = lambda name: None,
-        restarts_per_hour: int,
+        kill: Callable[[Any], None] = ray.kill,
+        budget: RestartBudget,
         progress_timeout_s: float,
+        drain_timeout_s: float,
     ) -> None:
         self.role = role
         self._spawn = spawn
@@ -100,12 +56,20 @@ class Fleet:
         self._changed = changed
         self._tell = tell
         self._release = release
-        self._budget = RestartBudget(restarts_per_hour)
+        self._kill = kill
+        self._budget = budget
         self._progress_timeout_s = progress_timeout_s
-        self._lost: asyncio.Queue[tuple[Worker, str]] = asyncio.Queue()
+        self._drain_timeout_s = drain_timeout_s
+        self._losses: deque[str] = deque()
+        self._delayed: set[asyncio.Task] = set()
+        self._starting: dict[str, asyncio.Task] = {}
+        self._uneven = asyncio.Event()
+        self._launched = False
         self._next_index = 0
+        self.target = 0
         self.workers: dict[str, Worker] = {}
-        self.restarts = 0
+        self.restarts: Counter[LossReason] = Counter()
+        """Replacements by what had happened."""
         self.on_ready: Callable[[Worker], None] = lambda worker: None
 
     def ready(self) -> list[Worker]:
@@ -122,31 +86,27 @@ class Fleet:
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(self._launch_one())
+        self.target = count
+        self._launched = True
+        self._uneven.set()
 
-    async def _launch_one(self) -> Worker:
-        name = f"{self.role}-{self._next_index}"
-        self._next_index += 1
-        worker = Worker(name, self._spawn(name))
-        self.workers[name] = worker
-        try:
-            worker.info = await self._start(worker.actor)
-        except (RayError, RunError) as error:
-            self._forget(worker)
-            raise RunError(f"{name} did not start: {root_cause(error)}") from error
-        worker.state = WorkerState.READY
-        self._say(f"{name} is ready{_process(worker.info)}")
-        worker.progress_changed_at = time.monotonic()
-        self.on_ready(worker)
+    def set_target(self, target: int) -> None:
+        """Have `target` workers from now on: new ones start at once, superfluous ones finish what
+        they have and end. Returns at once."""
+        self.target = target
+        self._uneven.set()
         self._changed.notify()
-        return worker
 
-    def report_lost(self, worker: Worker, cause: str) -> None:
+    def report_lost(self, worker: Worker, reason: LossReason, cause: str) -> None:
         """Called by whoever sees a worker fail; idempotent, returns at once."""
         if worker.state is WorkerState.DEAD:
             return
+        if worker.state is not WorkerState.DRAINING:
+            self._losses.append(f"{worker.name} died ({cause})")
+            self.restarts[reason] += 1
         self._say(f"{worker.name} is lost: {cause}")
         self._forget(worker)
-        self._lost.put_nowait((worker, cause))
+        self._uneven.set()
         self._changed.notify()
 
     def quarantine(self, worker: Worker, cause: str) -> None:
@@ -160,40 +120,144 @@ class Fleet:
         self._changed.notify()
 
     async def supervise(self) -> None:
-        """Loop: ping every worker, replace the lost ones. Ends by RunError when that fails."""
+        """Loop: ping every worker, replace lost ones, follow the target. Ends by RunError when no
+        worker is left and none may be started."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ping_all(), name=f"{self.role} pings")
             while True:
-                worker, cause = await self._lost.get()
-                delay_s = self._budget.next_delay_s(time.monotonic())
-                if delay_s is None:
-                    raise RunError(
-                        f"{worker.name} died ({cause}) and the hourly budget of {self.role} "
-                        "restarts is spent. See its log in the run's logs folder; raise "
-                        "supervision.restarts_per_hour only if the deaths are expected."
-                    )
-                group.create_task(self._replace(worker, delay_s), name=f"replace {worker.name}")
+                await self._uneven.wait()
+                self._uneven.clear()
+                self._even_out(group)
 
-    async def _replace(self, worker: Worker, delay_s: float) -> None:
+    def _even_out(self, group: asyncio.TaskGroup) -> None:
+        """Bring workers that are there or coming to the target."""
+        if not self._launched:
+            return
+        missing = self.target - self._here() - len(self._delayed)
+        for _ in range(missing):
+            delay_s = self._replacement_delay_s() if self._losses else 0.0
+            task = group.create_task(self._launch_later(delay_s), name=f"{self.role} start")
+            self._delayed.add(task)
+            task.add_done_callback(self._delayed.discard)
+        if missing >= 0:
+            return
+        self._losses.clear()
+        surplus = -missing
+        for task in list(self._delayed)[:surplus]:
+            self._delayed.discard(task)
+            task.cancel()
+            surplus -= 1
+        for worker in self._dispensable()[:surplus]:
+            group.create_task(self._drain(worker), name=f"drain {worker.name}")
+
+    def _here(self) -> int:
+        # A quarantined worker keeps its place: a replacement would read the same weights.
+        leaving = (WorkerState.DRAINING, WorkerState.DEAD)
+        return sum(worker.state not in leaving for worker in self.workers.values())
+
+    def _dispensable(self) -> list[Worker]:
+        """Workers in the order in which they are given up: those that cannot work, those that do
+        not work yet, the least loaded; of equals the newest."""
+        order = (WorkerState.QUARANTINED, WorkerState.STARTING, WorkerState.READY)
+        able = [w for w in reversed(self.workers.values()) if w.state in order]
+        return sorted(able, key=lambda w: (order.index(w.state), w.in_flight))
+
+    def _replacement_delay_s(self) -> float:
+        loss = self._losses.popleft()
+        delay_s = self._budget.next_delay_s(time.monotonic())
+        if delay_s is not None:
+            return delay_s
+        if not self.count(WorkerState.READY) and not self.count(WorkerState.STARTING):
+            raise RunError(
+                f"{loss} and the hourly budget of {self.role} restarts is spent. See its log in "
+                "the run's logs folder; raise supervision.restarts_per_hour only if the deaths "
+                "are expected."
+            )
+        delay_s = self._budget.reserve_s(time.monotonic())
+        self._say(
+            f"{loss} and the hourly budget of {self.role} restarts is spent: the run goes on with "
+            f"{self._here()} of {self.target}, the next start is in {delay_s / 60:.0f} minutes"
+        )
+        return delay_s
+
+    async def _launch_later(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        self.restarts += 1
+        # From here on the worker itself counts as coming.
+        self._delayed.discard(asyncio.current_task())
         try:
             await self._launch_one()
         except RunError as error:
-            self._lost.put_nowait((worker, str(error)))
+            self._say(str(error))
+            self.restarts[LossReason.START_FAILED] += 1
+            self._losses.append(str(error))
+            self._uneven.set()
+
+    async def _launch_one(self) -> Worker:
+        name = f"{self.role}-{self._next_index}"
+        self._next_index += 1
+        worker = Worker(name, self._spawn(name))
+        self.workers[name] = worker
+        start = self._starting[name] = asyncio.ensure_future(self._start(worker.actor))
+        try:
+            worker.info = await start
+        except (RayError, RunError) as error:
+            self._forget(worker)
+            raise RunError(f"{name} did not start: {root_cause(error)}") from error
+        except asyncio.CancelledError:
+            self._forget(worker)
+            if worker.given_up:
+                return worker
+            raise
+        finally:
+            del self._starting[name]
+        worker.state = WorkerState.READY
+        self._say(f"{name} is ready{_process(worker.info)}")
+        worker.progress_changed_at = time.monotonic()
+        self.on_ready(worker)
+        self._changed.notify()
+        return worker
+
+    async def _drain(self, worker: Worker) -> None:
+        """Let a worker finish what it has, then end it; past the limit its work goes back."""
+        if start := self._starting.get(worker.name):
+            worker.given_up = True
+            start.cancel()
+            self._say(f"{worker.name} is given up before it was ready")
+            return
+        worker.state = WorkerState.DRAINING
+        self._say(f"{worker.name} is draining: {worker.in_flight} groups in flight")
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                while worker.in_flight and worker.state is WorkerState.DRAINING:
+                    await self._changed.wait()
+        except TimeoutError:
+            worker.given_up = True
+            self._say(
+                f"{worker.name} did not finish {worker.in_flight} groups within "
+                f"{self._drain_timeout_s:g} s: they are generated elsewhere"
+            )
+        if worker.state is WorkerState.DRAINING:
+            await self._close(worker)
+            self._say(f"{worker.name} has ended")
+            self._changed.notify()
 
     async def _ping_all(self) -> None:
         while True:
             await asyncio.sleep(PING_PERIOD_S)
-            await asyncio.gather(*(self._ping(worker) for worker in self.ready()))
+            working = (WorkerState.READY, WorkerState.DRAINING)
+            watched = [w for w in self.workers.values() if w.state in working]
+            await asyncio.gather(*(self._ping(worker) for worker in watched))
 
     async def _ping(self, worker: Worker) -> None:
         try:
             progress = await within(
                 worker.actor.progress.remote(), PING_TIMEOUT_S, f"{worker.name} (health check)"
             )
-        except (RayError, DeadlineExceeded) as error:
-            self.report_lost(worker, root_cause(error))
+        except DeadlineExceeded as error:
+            self.report_lost(worker, LossReason.UNRESPONSIVE, root_cause(error))
+            return
+        except RayError as error:
+            self.report_lost(worker, LossReason.DIED, root_cause(error))
             return
         now = time.monotonic()
         paused = getattr(progress, "paused", False)
@@ -204,6 +268,7 @@ class Fleet:
         elif now - worker.progress_changed_at > self._progress_timeout_s:
             self.report_lost(
                 worker,
+                LossReason.NO_PROGRESS,
                 f"{worker.in_flight} groups in flight and no progress "
                 f"for {self._progress_timeout_s:.0f} s",
             )
@@ -216,7 +281,7 @@ class Fleet:
         worker.state = WorkerState.DEAD
         self.workers.pop(worker.name, None)
         with contextlib.suppress(RayError):
-            ray.kill(worker.actor)
+            self._kill(worker.actor)
         self._release(worker.name)
 
     async def close(self) -> None:
@@ -227,18 +292,10 @@ class Fleet:
     async def _close(self, worker: Worker) -> None:
         with contextlib.suppress(RayError, DeadlineExceeded):
             await within(worker.actor.close.remote(), CLOSE_TIMEOUT_S, f"{worker.name} (close)")
-        self._forget(worker)
+        if worker.state is not WorkerState.DEAD:
+            self._forget(worker)
 
 
 def _process(info: Any) -> str:
     pid = getattr(info, "pid", None)
     return f" (pid {pid})" if pid else ""
-
-
-def root_cause(error: BaseException) -> str:
-    """One or two sentences that say why a remote call failed, without Ray's wrapping."""
-    inner = error.cause if isinstance(error, RayTaskError) else error
-    text = plain(str(inner))
-    if isinstance(inner, RunError | RayActorError) and text:
-        return text
-    return f"{type(inner).__name__}: {text}"

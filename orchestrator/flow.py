@@ -23,6 +23,7 @@ from orchestrator.errors import RunError
 from orchestrator.ledger import Ledger
 from orchestrator.queue import QueueStats, ReadyQueue
 from orchestrator.signal import Signal
+from orchestrator.steering import Limits
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task
 from orchestrator.transitions import (
@@ -207,6 +208,31 @@ class Flow:
             ):
                 self._drop(entry.group_id, "stale")
 
+    # Bounds
+
+    @property
+    def limits(self) -> Limits:
+        """The bounds that hold now."""
+        return Limits(
+            max_staleness=self._admission.max_staleness, max_groups=self._queue.max_groups
+        )
+
+    def set_limits(self, *, max_staleness: int | None, max_groups: int | None) -> Limits:
+        """Change bounds for what is admitted and consumed from now on; None leaves one as it is.
+
+        A bound on groups that was what the staleness bound can use follows it. Raises ValueError.
+        """
+        before = self.limits
+        if max_staleness is None:
+            max_staleness = before.max_staleness
+        if max_groups is None:
+            implied = before.max_groups == (1 + before.max_staleness) * self._batch_groups
+            max_groups = (1 + max_staleness) * self._batch_groups if implied else before.max_groups
+        self._queue.set_max_groups(max_groups)
+        self._admission.set_max_staleness(max_staleness)
+        self.changed.notify()
+        return self.limits
+
     # Leaving
 
     def _drop(self, group_id: int, reason: str) -> None:
@@ -238,6 +264,16 @@ class Flow:
     @property
     def _batch_groups(self) -> int:
         return self._config.groups_per_batch
+
+    @property
+    def under_way(self) -> int:
+        """Groups that were admitted and have not left."""
+        return self._admission.live
+
+    @property
+    def waiting(self) -> int:
+        """Groups under way whose attempt was lost and that no worker has started again."""
+        return len(self._admission.waiting)
 
     def queue_stats(self) -> QueueStats:
         """Depth, bytes and bounds of the queue now."""

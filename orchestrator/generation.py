@@ -11,9 +11,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.worker import GroupReceipt, GroupRequest
-from orchestrator.fleet import Fleet, Worker, root_cause
+from orchestrator.calls import root_cause
+from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow, Lease
 from orchestrator.weight_sync import WeightSync
+from orchestrator.workers import LossReason, Worker
 
 
 class Generation:
@@ -36,6 +38,12 @@ class Generation:
         self._on_tokens = on_tokens
         self._calls: set[asyncio.Task] = set()
         self._accepting = False
+        self.paused = False
+
+    def pause(self, paused: bool) -> None:
+        """Start no group while `paused`; those in flight come back normally."""
+        self.paused = paused
+        self._flow.changed.notify()
 
     def begin(self) -> None:
         """Start dispatching."""
@@ -47,7 +55,7 @@ class Generation:
         async with asyncio.TaskGroup() as group:
             while True:
                 # Leasing is a change too: look again at what it made possible before waiting.
-                while self._accepting and self._dispatch_all(group):
+                while self._accepting and not self.paused and self._dispatch_all(group):
                     pass
                 await self._flow.changed.wait()
 
@@ -98,11 +106,12 @@ class Generation:
                     self._flow.attempt_failed(lease, "generation_failed", receipt.error)
         except RayError as error:
             reason = root_cause(error)
-            self._fleet.report_lost(worker, reason)
+            self._fleet.report_lost(worker, LossReason.DIED, reason)
         finally:
             worker.in_flight -= len(open_leases)
+            code = "drained" if worker.given_up else "worker_lost"
             for lease in open_leases.values():
-                self._flow.attempt_failed(lease, "worker_lost", f"{worker.name}: {reason}")
+                self._flow.attempt_failed(lease, code, f"{worker.name}: {reason}")
             self._calls.discard(asyncio.current_task())
             self._flow.changed.notify()
 

@@ -17,6 +17,7 @@ from actors.weights import remove_staged
 from learner.group import LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator import cluster
+from orchestrator.autoscaling import autoscale
 from orchestrator.bottleneck import Phase
 from orchestrator.calls import within
 from orchestrator.checkpointing import Checkpointing
@@ -25,11 +26,14 @@ from orchestrator.evaluation import Evaluation, EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
+from orchestrator.live_run import LiveRun, Parts
 from orchestrator.loops import beside
 from orchestrator.reporting import PhaseTimer, Reporter
+from orchestrator.restarts import RestartBudget
 from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
 from orchestrator.start_probe import check_pair, probe_prefixes
+from orchestrator.steering import RunState
 from orchestrator.task_loading import Tasks
 from orchestrator.training import Training
 from orchestrator.verification import Verification
@@ -47,6 +51,9 @@ class Outcome:
     before: EvaluationResult | None
     after: EvaluationResult | None
     interrupted: bool
+    """Ended early by a signal."""
+    stopped: bool
+    """Ended early because it was told to."""
     training_seconds: float
     parity_max_abs: float
 
@@ -121,6 +128,23 @@ class Pipeline:
             after_step=self._after_step,
         )
         reporter.observe(self.flow, self._rollout, self._verifiers, self._verification)
+        self.live = LiveRun(
+            Parts(
+                config=config,
+                directory=directory,
+                flow=self.flow,
+                learner=self._learner,
+                rollout=self._rollout,
+                verifiers=self._verifiers,
+                sync=self._sync,
+                generation=self._generation,
+                verification=self._verification,
+                training=self._training,
+                checkpointing=self._checkpointing,
+                reporter=reporter,
+                evaluate=self._evaluate,
+            )
+        )
 
     def _rollout_fleet(self, meta: TrajectoryMeta, directory: RunDirectory) -> Fleet:
         config = self._config
@@ -134,7 +158,8 @@ class Pipeline:
             changed=self.changed,
             tell=self._reporter.note,
             release=spawner.release,
-            restarts_per_hour=config.supervision.restarts_per_hour,
+            budget=RestartBudget(config.supervision.restarts_per_hour),
+            drain_timeout_s=config.supervision.drain_timeout_s,
             progress_timeout_s=config.rollout.progress_timeout_s,
         )
 
@@ -146,7 +171,8 @@ class Pipeline:
             self._start_verifier,
             changed=self.changed,
             tell=self._reporter.note,
-            restarts_per_hour=config.supervision.restarts_per_hour,
+            budget=RestartBudget(config.supervision.restarts_per_hour),
+            drain_timeout_s=config.supervision.drain_timeout_s,
             progress_timeout_s=verify_timeout_s(config),
         )
 
@@ -170,26 +196,43 @@ class Pipeline:
             "verifier fleet": self._verifiers.supervise(),
             "reporting": self._reporter.run(),
             "learner watch": self._learner.watch(),
-            "watchdog": Watchdog(self.changed, config.supervision, self._describe).run(),
+            "watchdog": Watchdog(
+                self.changed,
+                config.supervision,
+                self._describe,
+                lambda: self._training.paused or self._generation.paused,
+            ).run(),
         }
+        if config.autoscaler.enabled:
+            loops["autoscaler"] = autoscale(self.live, config.autoscaler, self._reporter.note)
         try:
             return await beside(self._script, loops)
         finally:
             await self._close()
 
     async def _play(self) -> Outcome:
+        live = self.live
         await self._start()
+        live.state = RunState.EVALUATING
         self._before = await self._evaluate("before")
         started = time.monotonic()
+        live.state = RunState.TRAINING
         self._generation.begin()
         await self._training.run()
         training_seconds = time.monotonic() - started
+        live.state = RunState.STOPPING
         await self._generation.drain()
         await self._verification.drain()
         await self._checkpointing.save()
-        after = None if self._interrupted else await self._evaluate("after")
+        early = self._interrupted or live.stopped
+        after = None if early else await self._evaluate("after")
         return Outcome(
-            self._before, after, self._interrupted, training_seconds, self._sync.parity_max_abs
+            before=self._before,
+            after=after,
+            interrupted=self._interrupted,
+            stopped=live.stopped,
+            training_seconds=training_seconds,
+            parity_max_abs=self._sync.parity_max_abs,
         )
 
     async def _start(self) -> None:

@@ -69,17 +69,13 @@ class ReadyQueue(Generic[T]):
         in_admission_order: bool,
     ) -> None:
         """`group_bytes` is the worst case of one group. Raises ValueError below one batch."""
-        if max_groups < batch_groups:
-            raise ValueError(
-                f"a queue of {max_groups} groups can never hold a batch of {batch_groups}"
-            )
         if max_bytes < batch_groups * group_bytes:
             raise ValueError(
                 f"a queue of {max_bytes} bytes may never hold a batch: {batch_groups} groups of "
                 f"up to {group_bytes} bytes need {batch_groups * group_bytes}"
             )
         self._batch_groups = batch_groups
-        self._max_groups = max_groups
+        self.set_max_groups(max_groups)
         self._max_bytes = max_bytes
         self._group_bytes = group_bytes
         self._in_admission_order = in_admission_order
@@ -87,6 +83,22 @@ class ReadyQueue(Generic[T]):
         self._total_bytes = 0
         self._untaken: SortedDict[int, None] = SortedDict()
         self._ready: dict[int, QueueEntry[T]] = {}
+
+    @property
+    def max_groups(self) -> int:
+        """The bound on groups."""
+        return self._max_groups
+
+    def set_max_groups(self, max_groups: int) -> None:
+        """Change the bound on groups: it holds for admissions from now on, nothing is dropped.
+
+        Raises ValueError below one batch.
+        """
+        if max_groups < self._batch_groups:
+            raise ValueError(
+                f"a queue of {max_groups} groups can never hold a batch of {self._batch_groups}"
+            )
+        self._max_groups = max_groups
 
     def __len__(self) -> int:
         return len(self._ready)

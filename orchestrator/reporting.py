@@ -16,12 +16,13 @@ from orchestrator.bottleneck import FlowGauges, Phase
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.evaluation import EvaluationResult
-from orchestrator.fleet import Fleet, WorkerState
+from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.metrics import SAMPLE_FATES, Metrics
 from orchestrator.records import JsonLines, StepRecord
 from orchestrator.store import ReadyGroup
 from orchestrator.verification import Verification
+from orchestrator.workers import WorkerState
 
 GAUGE_PERIOD_S = 0.1
 STALENESS_PREFIX = "staleness_tokens/"
@@ -42,6 +43,9 @@ class Reporter:
         self._staleness: Counter[int] = Counter()
         self._trained_samples = 0
         self._skipped = 0
+        self.last_step: StepRecord | None = None
+        self.held_out_accuracy: float | None = None
+        """Of the last evaluation."""
 
     def observe(
         self, flow: Flow, rollout: Fleet, verifiers: Fleet, verification: Verification
@@ -60,7 +64,7 @@ class Reporter:
             self._metrics.observe_flow(gauges)
             for fleet in (self._rollout, self._verifiers):
                 states = {str(state): fleet.count(state) for state in WorkerState}
-                self._metrics.observe_workers(fleet.role, states, fleet.restarts)
+                self._metrics.observe_workers(fleet.role, states, fleet.restarts.total())
             await asyncio.sleep(GAUGE_PERIOD_S)
 
     def _gauges_now(self) -> FlowGauges:
@@ -130,6 +134,7 @@ class Reporter:
 
     def evaluation(self, when: str, flow: Flow, result: EvaluationResult) -> None:
         """One evaluation ended."""
+        self.held_out_accuracy = result.accuracy
         self._console.evaluation(when, result.accuracy, result.samples)
         self._metrics.observe_held_out(result.accuracy)
         self._lines.write(
@@ -153,7 +158,7 @@ class Reporter:
         phase_seconds: Mapping[Phase, float],
     ) -> None:
         """One batch step ended."""
-        record = self._record(flow, groups, result, phase_seconds)
+        record = self.last_step = self._record(flow, groups, result, phase_seconds)
         self._staleness.update(record.staleness_tokens)
         self._skipped += bool(result.skipped)
         self._trained_samples += sum(fate.trained_tokens > 0 for fate in result.fates)
@@ -217,8 +222,8 @@ class Reporter:
             "tokens_per_second": trained * rate,
             "staleness_mean": lag / trained if trained else None,
             "staleness_max": max(self._staleness, default=None),
-            "rollout_restarts": self._rollout.restarts,
-            "verifier_restarts": self._verifiers.restarts,
+            "rollout_restarts": self._rollout.restarts.total(),
+            "verifier_restarts": self._verifiers.restarts.total(),
             "ledger": report.as_dict(),
         }
 

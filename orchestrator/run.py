@@ -67,7 +67,7 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         try:
             if config.metrics.enabled:
                 console.note(f"metrics: {metrics.serve(config.metrics.host, config.metrics.port)}")
-            cluster.connect(config)
+            config = cluster.connect(config)
             outcome, flow = asyncio.run(_play(config, directory, tasks, meta, reporter, checkpoint))
             summary = _summary(config, outcome, reporter, flow)
             directory.write_summary(summary)
@@ -162,6 +162,7 @@ def _summary(config: RunConfig, outcome: Outcome, reporter: Reporter, flow: Flow
         "seed": config.seed,
         "objective": config.learner.objective.preset,
         "interrupted": outcome.interrupted,
+        "stopped": outcome.stopped,
         "accuracy_before": outcome.before.accuracy if outcome.before else None,
         "accuracy_after": outcome.after.accuracy if outcome.after else None,
         "parity_max_abs": outcome.parity_max_abs,

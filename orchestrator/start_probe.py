@@ -17,8 +17,8 @@ from learner.group import LearnerGroup
 from orchestrator.calls import within
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
-from orchestrator.fleet import Worker
 from orchestrator.tasks import Task
+from orchestrator.workers import Worker
 
 SAMPLES_PER_PROMPT = 4
 PROBE_TOKENS = 32

@@ -12,13 +12,14 @@ from typing import Any
 import pyarrow as pa
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from orchestrator.calls import DeadlineExceeded, within
+from orchestrator.calls import DeadlineExceeded, root_cause, within
 from orchestrator.errors import RunError
-from orchestrator.fleet import Fleet, Worker, root_cause
+from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow, Lease
 from orchestrator.signal import Signal
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task
+from orchestrator.workers import LossReason, Worker
 from verifiers.verdict import Question
 
 STORE_TIMEOUT_S = 120.0
@@ -119,7 +120,9 @@ class Verification:
                 raise  # of the task, or of an input that died with its producer: not the worker's
             except (RayActorError, DeadlineExceeded) as error:
                 cause = root_cause(error)
-                self._fleet.report_lost(worker, cause)
+                late = isinstance(error, DeadlineExceeded)
+                reason = LossReason.UNRESPONSIVE if late else LossReason.DIED
+                self._fleet.report_lost(worker, reason, cause)
             finally:
                 worker.in_flight -= 1
                 self._changed.notify()

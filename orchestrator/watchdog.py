@@ -15,11 +15,16 @@ class Watchdog:
     """Looks at the count of changes; one that stands still for too long ends the run."""
 
     def __init__(
-        self, changed: Signal, config: SupervisionConfig, describe: Callable[[], str]
+        self,
+        changed: Signal,
+        config: SupervisionConfig,
+        describe: Callable[[], str],
+        paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._changed = changed
         self._limit_s = config.no_progress_timeout_s
         self._describe = describe
+        self._paused = paused
         self._seen = -1
         self._since_s = 0.0
 
@@ -30,8 +35,9 @@ class Watchdog:
             await asyncio.sleep(CHECK_PERIOD_S)
 
     def check(self, now_s: float) -> None:
-        """Raise RunError when nothing has changed for longer than the limit."""
-        if self._changed.count != self._seen:
+        """Raise RunError when nothing has changed for longer than the limit, and was not told
+        to stand still."""
+        if self._changed.count != self._seen or self._paused():
             self._seen, self._since_s = self._changed.count, now_s
         elif now_s - self._since_s > self._limit_s:
             raise RunError(

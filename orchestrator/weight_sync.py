@@ -19,10 +19,11 @@ from actors.weights import ChunkInfo, WeightManifest
 from actors.worker import SyncReport, WorkerInfo
 from learner.group import LearnerGroup
 from learner.messages import ProbeRequest, Publication
-from orchestrator.calls import DeadlineExceeded, within
-from orchestrator.fleet import Fleet, Worker, WorkerState, root_cause
+from orchestrator.calls import DeadlineExceeded, root_cause, within
+from orchestrator.fleet import Fleet
 from orchestrator.reporting import Reporter
 from orchestrator.signal import Signal
+from orchestrator.workers import LossReason, Worker, WorkerState
 
 SYNC_STAGES = 3
 """Fetch, load and probe, each with its own `sync_timeout_s` inside the worker."""
@@ -129,7 +130,8 @@ class WeightSync:
                 f"{worker.name} (weight sync to {manifest.label})",
             )
         except (RayError, DeadlineExceeded) as error:
-            self._fleet.report_lost(worker, f"weight sync failed: {root_cause(error)}")
+            cause = f"weight sync failed: {root_cause(error)}"
+            self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
         else:
             self._accept(worker, report)
         finally:

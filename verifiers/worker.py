@@ -6,10 +6,13 @@ beyond a single completion, or training.
 
 import asyncio
 import logging
+import os
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pyarrow as pa
+import ray
 
 from actors.trajectory import VerdictRow, tokens, verdict_batch
 from verifiers.config import VerifierConfig
@@ -20,6 +23,14 @@ from verifiers.verdict import Question, Verdict, VerdictStatus
 
 package = logging.getLogger("verifiers")
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    """The process that a verifier worker is; `node_id` is empty outside of Ray."""
+
+    node_id: str
+    pid: int
 
 
 class VerifierWorker:
@@ -42,7 +53,7 @@ class VerifierWorker:
             config.start_timeout_s,
         )
 
-    async def start(self) -> None:
+    async def start(self) -> VerifierInfo:
         """Load the tokenizer and start the pool. Raises whatever keeps either from working."""
         if self._log_path is not None:
             self._log = logging.FileHandler(self._log_path)
@@ -52,6 +63,8 @@ class VerifierWorker:
         self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._tokenizer_name)
         await self._pool.start()
         logger.info("%s is ready with %d processes", self._name, self._config.processes)
+        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        return VerifierInfo(node, os.getpid())
 
     async def score(
         self, batch: pa.RecordBatch, question: Question, verifier: str

@@ -62,7 +62,12 @@ class Recipe:
         version before it; another one for each version."""
         rng = np.random.default_rng(version)
         entries = [self._group(rng, number, size, max(0, version - 1)) for number in range(groups)]
-        return StepRequest(step=version, version=version, groups=tuple(entries))
+        return StepRequest(
+            step=version,
+            version=version,
+            max_staleness=self.config.max_staleness,
+            groups=tuple(entries),
+        )
 
     def _group(
         self, rng: np.random.Generator, group_id: int, size: int, sampled_by: int

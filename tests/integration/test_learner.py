@@ -202,8 +202,10 @@ def weights_of(group: LearnerGroup) -> dict[str, torch.Tensor]:
     return dict(sorted(item for part in parts for item in part.items()))
 
 
-def train(group: LearnerGroup, version: int, entries: list[GroupEntry]) -> StepResult:
-    return asyncio.run(group.step(StepRequest(version + 1, version, tuple(entries))))
+def train(
+    group: LearnerGroup, version: int, entries: list[GroupEntry], bound: int = STALENESS
+) -> StepResult:
+    return asyncio.run(group.step(StepRequest(version + 1, version, bound, tuple(entries))))
 
 
 def hf_model(settings: Path, weights: dict[str, torch.Tensor]) -> LlamaForCausalLM:
@@ -305,6 +307,31 @@ def test_tokens_beyond_the_bound_are_masked_and_counted(groups, origin: Path) ->
     all_stale = group_entry(8, [stale, replace(stale, reward=0.0)])
     skipped = train(group, result.version, [all_stale])
     assert (skipped.changed, skipped.skipped, skipped.version) == (False, "empty", result.version)
+
+
+def test_the_bound_may_change_from_step_to_step(groups, origin: Path) -> None:
+    group = groups[1]
+    asyncio.run(group.load(str(origin)))
+    raised = STALENESS + 2
+
+    def of_all_versions(version: int) -> list[GroupEntry]:
+        response, logprobs = [6, 7, 8], [-3.0] * 3
+        samples = [
+            Sample([4, 5], response, logprobs, float(lag % 2), ((version - lag, 0, 3),))
+            for lag in range(min(version, raised) + 1)
+        ]
+        return [group_entry(version, samples)]
+
+    def lags(version: int, bound: int) -> list[int]:
+        result = train(group, version, of_all_versions(version), bound)
+        return [int(result.metrics[f"staleness_tokens/{lag}"]) for lag in range(bound + 1)]
+
+    for version in range(STALENESS + 1):
+        train(group, version, random_groups(seed=40 + version, version=version))
+    assert lags(STALENESS + 1, raised) == [3, 3, 3, 0, 0], "what was given up stays unknown"
+    assert lags(STALENESS + 2, raised) == [3, 3, 3, 3, 0]
+    assert lags(STALENESS + 3, raised) == [3, 3, 3, 3, 3]
+    assert lags(STALENESS + 4, 1) == [3, 3]
 
 
 def test_non_finite_step_changes_nothing(groups, origin: Path) -> None:
@@ -445,7 +472,7 @@ def test_export_is_a_model_folder(groups, origin: Path, tmp_path: Path) -> None:
 def test_killed_rank_is_named(groups, origin: Path) -> None:
     group = groups[3]
     asyncio.run(group.load(str(origin)))
-    request = StepRequest(1, 0, tuple(random_groups(seed=50, groups=40)))
+    request = StepRequest(1, 0, STALENESS, tuple(random_groups(seed=50, groups=40)))
     victim = group.infos[1].pid
     survivors = [info.pid for info in group.infos if info.rank != 1]
 

@@ -1,99 +1,13 @@
 """Admission, ledger and queue moved as one: leases, retries, drops, batches, resume."""
 
 import asyncio
-from typing import Any
 
 import pytest
+from flows import SAMPLES, batch, complete, leases, make_flow, trained
 
-from actors.worker import GroupReceipt
-from learner.batch import GroupEntry, SampleFate, StepResult
-from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
-from orchestrator.flow import Flow, Lease
-from orchestrator.signal import Signal
+from orchestrator.flow import Flow
 from orchestrator.store import ReadyGroup
-from orchestrator.tasks import Task
-
-SAMPLES = 2
-LENGTH = 3
-
-
-def make_config(**changes: Any) -> RunConfig:
-    content: dict[str, Any] = {
-        "name": "flow",
-        "steps": 10,
-        "max_staleness": 1,
-        "model": {"path": "model"},
-        "data": {"train": {"path": "train.jsonl"}, "held_out": {"path": "held_out.jsonl"}},
-        "rollout": {
-            "samples_per_group": SAMPLES,
-            "sampling": {"max_tokens": 8},
-            "engine": {"max_model_len": 32},
-        },
-        "learner": {"groups_per_batch": 2, "objective": {"preset": "dapo"}},
-    }
-    for key, value in changes.items():
-        content[key] = {**content.get(key, {}), **value} if isinstance(value, dict) else value
-    return RunConfig.model_validate(content).resolved()
-
-
-def make_flow(**changes: Any) -> Flow:
-    tasks = [Task(f"t{i}", f"{i}", f"{i}", "exact", "unit", {}, (1, 2)) for i in range(7)]
-    return Flow(make_config(**changes), tasks, Signal())
-
-
-def complete(
-    flow: Flow,
-    lease: Lease,
-    outcomes: tuple[float, ...] = (0.0, 1.0),
-    oldest_version: int | None = None,
-) -> ReadyGroup:
-    """Generate, verify and store one lease's group."""
-    receipt = GroupReceipt(
-        group_id=lease.group_id,
-        attempt=lease.attempt,
-        ok=True,
-        label="0.0",
-        started_at=0.0,
-        finished_at=1.0,
-        samples=SAMPLES,
-        response_tokens=(LENGTH,) * SAMPLES,
-    )
-    flow.generated(lease, receipt)
-    flow.verified(lease)
-    entry = GroupEntry(
-        group_id=lease.group_id,
-        ref=None,
-        sample_ids=tuple(f"{lease.group_id}-{lease.attempt}-{i}" for i in range(SAMPLES)),
-        prompt_tokens=2,
-        response_tokens=(LENGTH,) * SAMPLES,
-        rewards=outcomes,
-        outcomes=outcomes,
-        ok=(True,) * SAMPLES,
-        truncated=(False,) * SAMPLES,
-    )
-    oldest = flow.version if oldest_version is None else oldest_version
-    group = ReadyGroup(entry, lease.attempt, 100, oldest)
-    flow.ready(lease, group)
-    return group
-
-
-def batch(flow: Flow) -> list[ReadyGroup] | None:
-    return asyncio.run(flow.next_batch(until=lambda: False))
-
-
-def trained(flow: Flow, groups: list[ReadyGroup], *, changed: bool = True) -> None:
-    fates = tuple(SampleFate(s, LENGTH, {}) for group in groups for s in group.entry.sample_ids)
-    skipped = "" if changed else "empty"
-    version = flow.version + changed
-    flow.trained(groups, StepResult(changed, version, skipped, {}, fates))
-
-
-def leases(flow: Flow, version: int = 0) -> list[Lease]:
-    found = []
-    while (lease := flow.next_lease(version)) is not None:
-        found.append(lease)
-    return found
 
 
 def test_a_fresh_worker_gets_what_the_staleness_bound_allows() -> None:
@@ -229,3 +143,29 @@ def test_every_task_is_drawn_once_per_epoch() -> None:
     flow = make_flow(max_staleness=8, steps=100)
     drawn = [lease.task.task_id for lease in leases(flow)][:7]
     assert len(set(drawn)) == 7
+
+
+def test_a_raised_staleness_bound_lets_more_groups_start_and_a_lowered_one_fewer() -> None:
+    flow = make_flow()
+    assert len(leases(flow)) == 4
+    limits = flow.set_limits(max_staleness=2, max_groups=None)
+    assert (limits.max_staleness, limits.max_groups) == (2, 6), "an implied bound follows"
+    assert len(leases(flow)) == 2
+    assert flow.set_limits(max_staleness=0, max_groups=None).max_groups == 2
+    assert leases(flow) == []
+
+
+def test_an_explicit_bound_on_groups_stays_when_staleness_changes() -> None:
+    flow = make_flow(queue={"max_groups": 3})
+    assert flow.set_limits(max_staleness=3, max_groups=None).max_groups == 3
+    assert len(leases(flow)) == 3
+    assert flow.set_limits(max_staleness=None, max_groups=5).max_staleness == 3
+    assert len(leases(flow)) == 2
+
+
+def test_impossible_bounds_change_nothing() -> None:
+    flow = make_flow()
+    before = flow.limits
+    with pytest.raises(ValueError, match="can never hold a batch"):
+        flow.set_limits(max_staleness=0, max_groups=1)
+    assert flow.limits == before

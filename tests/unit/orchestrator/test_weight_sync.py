@@ -13,9 +13,11 @@ from actors.trajectory import WeightLabel
 from actors.weights import WeightManifest
 from actors.worker import SyncReport
 from learner.messages import ProbeRequest, ProbeScores, Publication
-from orchestrator.fleet import Fleet, Worker, WorkerState
+from orchestrator.fleet import Fleet
+from orchestrator.restarts import RestartBudget
 from orchestrator.signal import Signal
 from orchestrator.weight_sync import WeightSync
+from orchestrator.workers import Worker, WorkerState
 
 
 class Learner:
@@ -66,8 +68,9 @@ def make(*differences: float) -> tuple[WeightSync, Fleet]:
         start=lambda actor: asyncio.sleep(0),
         changed=changed,
         tell=lambda text: None,
-        restarts_per_hour=0,
+        budget=RestartBudget(0),
         progress_timeout_s=60,
+        drain_timeout_s=60,
     )
     for number, difference in enumerate(differences):
         name = f"rollout-{number}"
