@@ -151,9 +151,16 @@ class Engine:
         )
 
     async def generate(
-        self, prompt_ids: Sequence[int], n: int, seed: int | None, *, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        seed: int | None,
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
     ) -> Generation:
-        """Samples `n` responses to one prompt of token ids.
+        """Samples `n` responses to one prompt of token ids; limit and temperature are the
+        configured ones unless given.
 
         With `seed`, sample i draws from seed + i, whatever else runs. Raises ValueError for a
         prompt that leaves no room for a response, EngineError when the engine cannot serve.
@@ -168,7 +175,7 @@ class Engine:
         params = SamplingParams(
             n=n,
             seed=seed,
-            temperature=self._sampling.temperature,
+            temperature=self._sampling.temperature if temperature is None else temperature,
             max_tokens=self._response_room(prompt_ids, max_tokens or self._sampling.max_tokens),
             logprobs=0,
             flat_logprobs=True,

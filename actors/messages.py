@@ -16,6 +16,8 @@ class GroupRequest:
     n: int
     attempt: int = 0
     seed: int | None = None
+    temperature: float | None = None
+    """None for the configured one, which is the only one that may be trained on."""
 
 
 @dataclass(frozen=True, slots=True)

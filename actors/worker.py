@@ -21,6 +21,7 @@ from actors.config import RolloutConfig
 from actors.engine import Completion, Engine, EngineError, Generation
 from actors.messages import GroupReceipt, GroupRequest, SyncReport, WorkerInfo, WorkerProgress
 from actors.parity import ParityReport, ProbeExpectation, compare, tolerance
+from actors.process_log import redirect_output
 from actors.trajectory import RolloutSample, TrajectoryMeta, WeightLabel, rollout_batch, sample_id
 from actors.weights import StagedFiles, WeightManifest, stage, staging_folder
 
@@ -80,7 +81,7 @@ class RolloutWorker:
         not reproduce the manifest's probe.
         """
         if self._log_path is not None:
-            _redirect_output(self._log_path)
+            redirect_output(self._log_path)
         try:
             await self._engine.start()
         except EngineError as error:
@@ -194,7 +195,9 @@ class RolloutWorker:
         try:
             if not self._engine.dead:  # else it says itself why
                 self._refuse_disproven(label)
-            generation = await self._engine.generate(request.prompt_ids, request.n, request.seed)
+            generation = await self._engine.generate(
+                request.prompt_ids, request.n, request.seed, temperature=request.temperature
+            )
             finished, label = time.time(), generation.label
             await self._all_proven(generation)
             rows = self._rows(request, generation, started, finished)
@@ -232,6 +235,10 @@ class RolloutWorker:
     def _rows(
         self, request: GroupRequest, generation: Generation, started: float, finished: float
     ) -> list[RolloutSample]:
+        temperature = request.temperature
+        if temperature is None:
+            temperature = self._config.sampling.temperature
+
         def row(index: int, completion: Completion) -> RolloutSample:
             return RolloutSample(
                 sample_id=sample_id(request.group_id, request.attempt, index),
@@ -248,7 +255,7 @@ class RolloutWorker:
                 worker=self._name,
                 started_at=started,
                 finished_at=finished,
-                temperature=self._config.sampling.temperature,
+                temperature=temperature,
                 seed=None if request.seed is None else request.seed + index,
             )
 
@@ -352,14 +359,6 @@ class RolloutWorker:
 
 async def _fetch(ref: "ray.ObjectRef[np.ndarray]") -> np.ndarray:
     return await ref
-
-
-def _redirect_output(path: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
 
 
 def _last_error(path: str | None) -> str:

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from actors.process_log import redirect_output
 from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
 from orchestrator.config import RunConfig
@@ -205,11 +206,16 @@ def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:
 class _StoreActor(TrajectoryStore):
     """Ray shell of the store: puts under the actor's own ownership."""
 
-    def __init__(self) -> None:
+    def __init__(self, log_path: str) -> None:
+        redirect_output(log_path)
         super().__init__(put=ray.put)
 
 
-def create_store() -> Any:
+def create_store(logs: Path) -> Any:
     """The trajectory store actor, on the driver's node."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(_StoreActor).options(num_cpus=0, scheduling_strategy=here).remote()
+    return (
+        ray.remote(_StoreActor)
+        .options(num_cpus=0, scheduling_strategy=here)
+        .remote(str(logs / "store.log"))
+    )

@@ -1,13 +1,17 @@
 """What a run says on the terminal: one line per step, and a table at the end."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from actors.process_log import last_lines
 from orchestrator.records import StepRecord
+
+TAIL_LINES = 12
 
 
 def step_line(record: StepRecord) -> str:
@@ -77,6 +81,13 @@ class Console:
     def evaluation(self, when: str, accuracy: float, samples: int) -> None:
         """The result of one evaluation; `when` is such as `before`, `step 20`."""
         self.note(f"held-out accuracy {when}: {accuracy:.1%} of {samples} samples")
+
+    def log_tail(self, path: Path) -> None:
+        """The last lines of the log of a process that a failure is about."""
+        if lines := last_lines(path, TAIL_LINES):
+            self.note(f"the last lines of {path}:")
+            for line in lines:
+                self.note(f"  | {line}")
 
     def summary(self, summary: Mapping[str, Any], *, title: str) -> None:
         """The final table."""

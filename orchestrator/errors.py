@@ -21,7 +21,14 @@ class SlipstreamError(Exception):
 
 
 class RunError(SlipstreamError):
-    """A run cannot start or go on; the message is the one paragraph of cause."""
+    """A run cannot start or go on; the message is the one paragraph of cause.
+
+    `culprit` is the process that it is about, by the name of its log, where there is one.
+    """
+
+    def __init__(self, message: str, *, culprit: str = "") -> None:
+        super().__init__(message)
+        self.culprit = culprit
 
 
 class UsageError(SlipstreamError):

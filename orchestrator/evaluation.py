@@ -1,7 +1,7 @@
 """Held-out evaluation with the run's own rollout and verifier workers, outside the ledger.
 
-pass@1 is the mean outcome over samples drawn at the training temperature. A sample without an
-ok verdict is no answer to the question; it is counted apart and never scored as wrong.
+pass@1 is the mean outcome over samples drawn at the evaluation's own temperature. A sample
+without an ok verdict is no answer to the question; it is counted apart and never scored as wrong.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from actors.worker import GroupReceipt, GroupRequest
 from orchestrator.calls import root_cause
 from orchestrator.errors import RunError
 from orchestrator.fleet import Fleet
+from orchestrator.operation_config import EvaluationConfig
 from orchestrator.signal import Signal
 from orchestrator.tasks import Task
 from orchestrator.verification import Verification
@@ -44,13 +45,13 @@ class Evaluation:
     def __init__(
         self,
         tasks: Sequence[Task],
-        samples_per_task: int,
+        config: EvaluationConfig,
         fleet: Fleet,
         verification: Verification,
         changed: Signal,
     ) -> None:
         self._tasks = tasks
-        self._samples_per_task = samples_per_task
+        self._config = config
         self._fleet = fleet
         self._verification = verification
         self._changed = changed
@@ -106,9 +107,8 @@ class Evaluation:
             group_id=-1 - index,
             task_id=task.task_id,
             prompt_ids=task.prompt_ids,
-            n=self._samples_per_task,
-            attempt=0,
-            seed=None,
+            n=self._config.samples_per_task,
+            temperature=self._config.temperature,
         )
         stream = worker.actor.generate.remote([request])
         try:

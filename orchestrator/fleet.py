@@ -29,6 +29,14 @@ PING_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 
 
+class StartFailed(RunError):
+    """A worker did not come up."""
+
+    def __init__(self, worker: Worker, message: str) -> None:
+        super().__init__(message, culprit=worker.name)
+        self.worker = worker
+
+
 class Fleet:
     """The workers of one role: as many as `target` says.
 
@@ -60,7 +68,7 @@ class Fleet:
         self._budget = budget
         self._progress_timeout_s = progress_timeout_s
         self._drain_timeout_s = drain_timeout_s
-        self._losses: deque[str] = deque()
+        self._losses: deque[tuple[Worker, str]] = deque()
         self._delayed: set[asyncio.Task] = set()
         self._starting: dict[str, asyncio.Task] = {}
         self._uneven = asyncio.Event()
@@ -102,7 +110,7 @@ class Fleet:
         if worker.state is WorkerState.DEAD:
             return
         if worker.state is not WorkerState.DRAINING:
-            self._losses.append(f"{worker.name} died ({cause})")
+            self._losses.append((worker, f"{worker.name} died ({cause})"))
             self.restarts[reason] += 1
         self._say(f"{worker.name} is lost: {cause}")
         self._forget(worker)
@@ -115,7 +123,8 @@ class Fleet:
         worker.state = WorkerState.QUARANTINED
         if not self.count(WorkerState.READY) and not self.count(WorkerState.STARTING):
             raise RunError(
-                f"{worker.name} was the last {self.role} worker and is quarantined: {cause}"
+                f"{worker.name} was the last {self.role} worker and is quarantined: {cause}",
+                culprit=worker.name,
             )
         self._changed.notify()
 
@@ -163,7 +172,7 @@ class Fleet:
         return sorted(able, key=lambda w: (order.index(w.state), w.in_flight))
 
     def _replacement_delay_s(self) -> float:
-        loss = self._losses.popleft()
+        worker, loss = self._losses.popleft()
         delay_s = self._budget.next_delay_s(time.monotonic())
         if delay_s is not None:
             return delay_s
@@ -171,7 +180,8 @@ class Fleet:
             raise RunError(
                 f"{loss} and the hourly budget of {self.role} restarts is spent. See its log in "
                 "the run's logs folder; raise supervision.restarts_per_hour only if the deaths "
-                "are expected."
+                "are expected.",
+                culprit=worker.name,
             )
         delay_s = self._budget.reserve_s(time.monotonic())
         self._say(
@@ -186,10 +196,10 @@ class Fleet:
         self._delayed.discard(asyncio.current_task())
         try:
             await self._launch_one()
-        except RunError as error:
+        except StartFailed as error:
             self._say(str(error))
             self.restarts[LossReason.START_FAILED] += 1
-            self._losses.append(str(error))
+            self._losses.append((error.worker, str(error)))
             self._uneven.set()
 
     async def _launch_one(self) -> Worker:
@@ -202,7 +212,7 @@ class Fleet:
             worker.info = await start
         except (RayError, RunError) as error:
             self._forget(worker)
-            raise RunError(f"{name} did not start: {root_cause(error)}") from error
+            raise StartFailed(worker, f"{name} did not start: {root_cause(error)}") from error
         except asyncio.CancelledError:
             self._forget(worker)
             if worker.given_up:

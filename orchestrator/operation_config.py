@@ -13,6 +13,8 @@ class EvaluationConfig(Table):
 
     samples_per_task: Annotated[int, Field(ge=1)] = 1
     """Samples over which a task's accuracy is averaged."""
+    temperature: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """Sampling temperature, whatever training samples at."""
     max_tasks: Annotated[int | None, Field(ge=1)] = None
     """Evaluate the first so many tasks; all by default."""
     every: Annotated[int, Field(ge=0)] = 0

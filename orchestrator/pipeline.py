@@ -14,14 +14,15 @@ import ray
 
 from actors.trajectory import TrajectoryMeta
 from actors.weights import remove_staged
-from learner.group import LearnerGroup
+from learner.group import LearnerDied, LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator import cluster
 from orchestrator.autoscaling import autoscale
 from orchestrator.bottleneck import Phase
-from orchestrator.calls import within
+from orchestrator.calls import plain, within
 from orchestrator.checkpointing import Checkpointing
 from orchestrator.config import RunConfig
+from orchestrator.errors import RunError
 from orchestrator.evaluation import Evaluation, EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
@@ -81,7 +82,7 @@ class Pipeline:
         self._script: asyncio.Task[Outcome] | None = None
         self.changed = changed = Signal()
         self.flow = Flow(config, tasks.train, changed)
-        self._store = cluster.create_store()
+        self._store = cluster.create_store(directory.logs)
         self._learner = LearnerGroup(_learner_spec(config, directory))
         self._rollout = self._rollout_fleet(meta, directory)
         self._verifiers = self._verifier_fleet(directory)
@@ -113,7 +114,7 @@ class Pipeline:
         )
         self._evaluation = Evaluation(
             tasks.held_out,
-            config.evaluation.samples_per_task,
+            config.evaluation,
             self._rollout,
             self._verification,
             changed,
@@ -195,7 +196,7 @@ class Pipeline:
             "rollout fleet": self._rollout.supervise(),
             "verifier fleet": self._verifiers.supervise(),
             "reporting": self._reporter.run(),
-            "learner watch": self._learner.watch(),
+            "learner watch": self._watch_learner(),
             "watchdog": Watchdog(
                 self.changed,
                 config.supervision,
@@ -278,6 +279,12 @@ class Pipeline:
         self._reporter.evaluation(when, self.flow, result)
         return result
 
+    async def _watch_learner(self) -> None:
+        try:
+            await self._learner.watch()
+        except LearnerDied as error:
+            raise explained(error) from error
+
     def _describe(self) -> str:
         """Who waits for what, for the watchdog's message."""
         return (
@@ -294,6 +301,12 @@ class Pipeline:
         finally:
             ray.kill(self._store)
             remove_staged(self._run_id)
+
+
+def explained(error: LearnerDied | ValueError) -> RunError:
+    """The learner's error as the run's, with the log to look at."""
+    culprit = f"learner-{error.rank}" if isinstance(error, LearnerDied) else ""
+    return RunError(plain(str(error)), culprit=culprit)
 
 
 def _learner_spec(config: RunConfig, directory: RunDirectory) -> LearnerSpec:

@@ -18,18 +18,19 @@ import ray
 from actors.trajectory import TrajectoryMeta
 from learner.group import LearnerDied
 from orchestrator import cluster
-from orchestrator.calls import plain
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
 from orchestrator.flow import Flow
 from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
-from orchestrator.pipeline import Outcome, Pipeline
+from orchestrator.pipeline import Outcome, Pipeline, explained
 from orchestrator.records import JsonLines
 from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.task_loading import Tasks, fingerprint, load_tasks, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> int:
@@ -72,6 +73,11 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             summary = _summary(config, outcome, reporter, flow)
             directory.write_summary(summary)
             console.summary(summary, title=directory.path.name)
+        except RunError as error:
+            logger.error("the run failed: %s", error)
+            if error.culprit:
+                console.log_tail(directory.logs / f"{error.culprit}.log")
+            raise
         finally:
             ray.shutdown()
             metrics.close()
@@ -111,10 +117,10 @@ async def _play(
         if isinstance(error, RunError):
             raise error from None
         if isinstance(error, LearnerDied | ValueError):
-            raise RunError(plain(str(error))) from error
+            raise explained(error) from error
         raise
     except (LearnerDied, ValueError) as error:
-        raise RunError(plain(str(error))) from error
+        raise explained(error) from error
 
 
 def _directory(

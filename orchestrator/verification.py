@@ -89,7 +89,9 @@ class Verification:
             reason = "trajectories_lost" if lost else "scoring_failed"
             self._flow.attempt_failed(lease, reason, root_cause(error))
         except RayActorError as error:
-            raise RunError(f"the trajectory store died: {root_cause(error)}") from error
+            raise RunError(
+                f"the trajectory store died: {root_cause(error)}", culprit="store"
+            ) from error
         except RayError as error:
             self._flow.attempt_failed(lease, "trajectories_lost", root_cause(error))
         else:

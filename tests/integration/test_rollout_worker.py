@@ -234,6 +234,18 @@ def test_a_shift_by_one_is_named_by_probe_and_samples(fleet: Fleet) -> None:
     assert fleet.sync().parity.passed
 
 
+def test_a_request_may_sample_at_a_temperature_of_its_own(fleet: Fleet) -> None:
+    fleet.sync()
+    receipt, batch = fleet.generate(replace(request(70, 4), temperature=1.0))
+    assert receipt.ok and TEMPERATURE != 1.0
+    assert batch.column("temperature").to_pylist() == [1.0] * 4
+    for row in batch.to_pylist():
+        expected = response_logprobs(
+            model_of(fleet.version), row["prompt_ids"], row["response_ids"], 1.0
+        )
+        np.testing.assert_allclose(row["behavior_logprobs"], expected, rtol=0, atol=AGREEMENT)
+
+
 def sample_check(batch: pa.RecordBatch, model: LlamaForCausalLM) -> ParityReport:
     rows = batch.select(["prompt_ids", "response_ids"]).to_pylist()
 
