@@ -9,7 +9,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-all lint bench lock clean
+.PHONY: help setup demo test test-unit test-all lint bench docs lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +50,9 @@ lint: setup  ## formatting, lint, import contracts, types
 
 bench: setup  ## measurements, as a table and under runs/bench/
 	$(BIN)/python -m tests.benchmarks
+
+docs: setup  ## write the generated pages: the configuration reference
+	$(BIN)/python -m orchestrator.config_reference > docs/configuration.md
 
 lock: setup  ## write what is installed into the lock file, after a deliberate upgrade
 	{ grep '^#' requirements-cpu.lock; $(BIN)/uv pip freeze --python $(BIN)/python \

@@ -9,13 +9,13 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime, time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from orchestrator.config import RunConfig
-from orchestrator.config_types import wrong_kinds
+from orchestrator.config_types import tables, wrong_kinds
 from orchestrator.errors import ConfigError, Problem, UsageError
 
 
@@ -157,22 +157,14 @@ def _fields_at(loc: Sequence[int | str]) -> list[str]:
 
 def _tables(fields: dict[str, Any], name: int | str) -> list[type[BaseModel]]:
     field = fields.get(str(name))
-    return list(_models_in(field.annotation)) if field is not None else []
-
-
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Models named anywhere in a type annotation, through unions, tuples and Annotated."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
+    return list(tables(field.annotation)) if field is not None else []
 
 
 def known_keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted key of the configuration, tables included."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        for inner in _models_in(field.annotation):
+        for inner in tables(field.annotation):
             yield from known_keys(inner, f"{prefix}{name}.")
 
 

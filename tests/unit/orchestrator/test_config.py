@@ -10,6 +10,7 @@ import pytest
 
 from orchestrator.config import RunConfig
 from orchestrator.config_file import known_keys, load, parse_value
+from orchestrator.config_reference import reference
 from orchestrator.data_config import FileSource, GymSource
 from orchestrator.errors import ConfigError, Problem, UsageError
 from orchestrator.run_directory import RunDirectory
@@ -304,3 +305,15 @@ def test_workers_must_start_within_the_autoscaler_s_bounds(config_path: Path) ->
     overrides = [("autoscaler.enabled", "true"), ("rollout.workers", "3")]
     with pytest.raises(ConfigError, match=r"autoscaler.rollout: .*3, is outside of 1 to 1"):
         load(config_path, overrides)
+
+
+def test_the_configuration_reference_is_current() -> None:
+    page = Path(__file__).parents[3] / "docs/configuration.md"
+    assert page.read_text(encoding="utf-8") == reference(), "run `make docs`"
+
+
+def test_the_configuration_reference_has_every_key() -> None:
+    page, keys = reference(), list(known_keys())
+    leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
+    missing = [key for key in leaves if f"| `{key}` |" not in page]
+    assert {key.split(".")[1] for key in missing} == {"held_out", "verifiers"}, "told before"
