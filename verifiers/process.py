@@ -91,7 +91,7 @@ class ChildProcess:
             message = json.loads(line) if line else None
         except TimeoutError:
             raise ChildLost(f"no answer within {timeout_s:g} s", late=True) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ChildLost(f"the process sent an unreadable message: {error}") from error
         if message is None:
             raise ChildLost(await self._ending())

@@ -118,6 +118,12 @@ def test_every_completion_may_take_its_process_with_it(bench: Bench) -> None:
     assert "the process exited with code 3" in verdicts[3].detail
 
 
+def test_an_answer_too_deep_to_read_costs_its_own_verdict(bench: Bench) -> None:
+    verdicts = bench.score("double_obedient", ["right", "nest", "right"])
+    assert statuses(verdicts) == ["ok", "error", "ok"]
+    assert "unreadable message" in verdicts[1].detail
+
+
 def test_what_a_verifier_prints_does_not_reach_the_protocol(bench: Bench) -> None:
     verdicts = bench.score("double_obedient", ["print", "right"])
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
@@ -228,14 +234,14 @@ def test_a_child_that_came_too_late_does_not_deafen_the_next() -> None:
     asyncio.run(scenario())
 
 
-def test_an_unforeseen_failure_leaves_no_answers_to_the_next_job() -> None:
+def test_an_unreadable_answer_leaves_nothing_to_the_next_job() -> None:
     async def scenario() -> None:
         pool = KillablePool(1, 60.0, LIMIT_BYTES)
         await pool.start()
         obedient = resolve("double_obedient")
         try:
-            with pytest.raises(RecursionError):
-                await pool.score(obedient, QUESTION, ["nest", "wrong"])
+            verdicts = await pool.score(obedient, QUESTION, ["nest", "wrong"])
+            assert statuses(verdicts) == ["error", "ok"]
             verdicts = await pool.score(obedient, QUESTION, ["right", "wrong"])
             assert [verdict.reward for verdict in verdicts] == [1.0, 0.0]
         finally:
