@@ -9,7 +9,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-all lint bench docs lock clean
+.PHONY: help setup demo test test-unit test-all lint proto bench docs lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,10 @@ lint: setup  ## formatting, lint, import contracts, types
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+proto: setup  ## generate the control service's code from its .proto
+	$(BIN)/python -m grpc_tools.protoc -I . --python_out=. --pyi_out=. --grpc_python_out=. \
+	  orchestrator/control/control.proto
 
 bench: setup  ## measurements, as a table and under runs/bench/
 	$(BIN)/python -m tests.benchmarks

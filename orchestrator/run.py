@@ -8,7 +8,8 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from learner.group import LearnerDied
 from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
+from orchestrator.control.server import ControlServer
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
 from orchestrator.flow import Flow
 from orchestrator.loops import first_cause
@@ -109,7 +111,8 @@ async def _play(
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupt)
-        return await pipeline.run(), pipeline.flow
+        async with _steered(config, directory, pipeline, reporter):
+            return await pipeline.run(), pipeline.flow
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except BaseExceptionGroup as group:
@@ -121,6 +124,22 @@ async def _play(
         raise
     except (LearnerDied, ValueError) as error:
         raise explained(error) from error
+
+
+@asynccontextmanager
+async def _steered(
+    config: RunConfig, directory: RunDirectory, pipeline: Pipeline, reporter: Reporter
+) -> AsyncIterator[None]:
+    """Serve the control service, if there is to be one."""
+    if not config.control.enabled:
+        yield
+        return
+    server = ControlServer(config.control, pipeline.live, directory.path.name, directory.path)
+    reporter.note(f"control: {await server.start()}")
+    try:
+        yield
+    finally:
+        await server.stop()
 
 
 def _directory(

@@ -1,0 +1,1 @@
+"""The control service (gRPC, `slipstream.v1`) of a live run, and the commands that use it."""
