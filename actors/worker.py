@@ -72,14 +72,8 @@ class RolloutWorker:
         self._proofs: dict[WeightLabel, asyncio.Future[str]] = {}
         self._groups_in_flight = 0
 
-    async def start(
-        self, manifest: WeightManifest | None = None, at_step_0: float | None = None
-    ) -> WorkerInfo:
-        """Brings the engine up, on the weights of `manifest` where one is given.
-
-        Raises EngineError naming what could not be loaded, QuarantineError when the engine does
-        not reproduce the manifest's probe.
-        """
+    async def start(self) -> WorkerInfo:
+        """Brings the engine up, on the model's own weights; EngineError says what did not load."""
         if self._log_path is not None:
             redirect_output(self._log_path)
         try:
@@ -89,10 +83,6 @@ class RolloutWorker:
                 f"{self._name}: {error}{_last_error(self._log_path)}", fatal=True
             ) from error
         self._ready.set()
-        if manifest is not None:
-            report = await self.sync(manifest, at_step_0)
-            if report.parity is not None and not report.parity.passed:
-                raise QuarantineError(f"{self._name} failed the parity probe: {report.parity}")
         return WorkerInfo(
             self._name,
             ray.get_runtime_context().get_node_id() if ray.is_initialized() else "",

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -20,6 +21,7 @@ from actors.worker import SyncReport, WorkerInfo
 from learner.group import LearnerGroup
 from learner.messages import ProbeRequest, Publication
 from orchestrator.calls import DeadlineExceeded, root_cause, within
+from orchestrator.errors import RunError
 from orchestrator.fleet import Fleet
 from orchestrator.reporting import Reporter
 from orchestrator.signal import Signal
@@ -70,11 +72,26 @@ class WeightSync:
         return self._labels.get(worker.name)
 
     async def start_worker(self, actor: Any) -> WorkerInfo:
-        """Bring a rollout worker up, on the newest weights where some have been published."""
+        """Bring a rollout worker up, on the weights that are newest when its engine runs.
+
+        Raises RunError when they do not pass the probe there.
+        """
+        info: WorkerInfo = await within(
+            actor.start.remote(), self._config.start_timeout_s, "the start of a rollout worker"
+        )
+        if self.newest is None:
+            return info
+        report = await self._load(actor, info.name, self.newest)
+        self._reporter.synced(report)
+        if report.parity is not None and not report.parity.passed:
+            raise RunError(f"it failed the parity probe: {report.parity}")
+        return replace(info, label=report.label)
+
+    async def _load(self, actor: Any, name: str, manifest: WeightManifest) -> SyncReport:
         return await within(
-            actor.start.remote(self.newest, self._parity_at_start),
-            self._config.start_timeout_s,
-            "the start of a rollout worker",
+            actor.sync.remote(manifest, self._parity_at_start),
+            (SYNC_STAGES + 1) * self._config.sync_timeout_s,
+            f"{name} (weight sync to {manifest.label})",
         )
 
     def _adopt(self, worker: Worker) -> None:
@@ -124,11 +141,7 @@ class WeightSync:
         manifest = self.newest
         assert manifest is not None
         try:
-            report = await within(
-                worker.actor.sync.remote(manifest, self._parity_at_start),
-                (SYNC_STAGES + 1) * self._config.sync_timeout_s,
-                f"{worker.name} (weight sync to {manifest.label})",
-            )
+            report = await self._load(worker.actor, worker.name, manifest)
         except (RayError, DeadlineExceeded) as error:
             cause = f"weight sync failed: {root_cause(error)}"
             self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)

@@ -114,14 +114,16 @@ def fleet(
     run_id = f"test-{os.getpid()}"
     actor = spawn(WatchedWorker, model_folder, log, run_id)
     try:
-        yield Fleet(actor, ray.get(actor.start.remote(publish(1)), timeout=300), log)
+        info = ray.get(actor.start.remote(), timeout=300)
+        ray.get(actor.sync.remote(publish(1)), timeout=120)
+        yield Fleet(actor, info, log)
     finally:
         ray.kill(actor)
         remove_staged(run_id)
 
 
-def test_start_serves_the_weights_of_the_manifest(fleet: Fleet) -> None:
-    assert fleet.info.label == WeightLabel(0, 1)
+def test_a_started_worker_tells_its_processes_and_serves_what_it_loads(fleet: Fleet) -> None:
+    assert fleet.call("progress").label == WeightLabel(0, 1)
     assert fleet.info.max_groups_in_flight == 4
     assert fleet.info.dtype == "float32"
     assert len(fleet.info.engine_pids) == 1

@@ -11,8 +11,9 @@ from actors.config import RolloutConfig
 from actors.parity import ParityReport
 from actors.trajectory import WeightLabel
 from actors.weights import WeightManifest
-from actors.worker import SyncReport
+from actors.worker import SyncReport, WorkerInfo
 from learner.messages import ProbeRequest, ProbeScores, Publication
+from orchestrator.errors import RunError
 from orchestrator.fleet import Fleet
 from orchestrator.restarts import RestartBudget
 from orchestrator.signal import Signal
@@ -43,6 +44,12 @@ class Actor:
         self.difference = difference
         self.tolerances: list[float | None] = []
         self.sync = Remote(self._sync)
+        self.start = Remote(self._start)
+        self.engine_runs = asyncio.Event()
+
+    async def _start(self) -> WorkerInfo:
+        await self.engine_runs.wait()
+        return WorkerInfo("late", "", 1, (), 4, WeightLabel(0, 0), "float32")
 
     async def _sync(self, manifest: WeightManifest, at_step_0: float | None) -> SyncReport:
         self.tolerances.append(at_step_0)
@@ -121,6 +128,35 @@ def test_a_broken_worker_is_quarantined_and_widens_no_tolerance(difference: floa
     assert broken.state is WorkerState.QUARANTINED
     assert sound.state is WorkerState.READY
     assert sound.actor.tolerances == [None, 1e-6]
+
+
+def test_a_late_worker_comes_up_on_what_is_newest_when_its_engine_runs() -> None:
+    sync, _ = make()
+
+    async def main() -> WorkerInfo:
+        late = Actor(1e-6)
+        await sync.publish(WeightLabel(0, 0))
+        coming = asyncio.create_task(sync.start_worker(late))
+        await asyncio.sleep(0)
+        for version in (1, 2, 3):
+            await sync.publish(WeightLabel(0, version))
+        late.engine_runs.set()
+        return await coming
+
+    assert asyncio.run(main()).label == WeightLabel(0, 3)
+
+
+def test_a_late_worker_that_fails_the_probe_does_not_come_up() -> None:
+    sync, _ = make()
+
+    async def main() -> None:
+        broken = Actor(3.0)
+        broken.engine_runs.set()
+        await sync.publish(WeightLabel(0, 0))
+        await sync.start_worker(broken)
+
+    with pytest.raises(RunError, match="failed the parity probe"):
+        asyncio.run(main())
 
 
 def test_without_a_ready_worker_the_wait_goes_on() -> None:
