@@ -26,7 +26,6 @@ from orchestrator.control.convert import (
 )
 from orchestrator.control.endpoint import TOKEN_VARIABLE, Endpoint
 from orchestrator.errors import RunError
-from orchestrator.operation_config import is_loopback
 from orchestrator.steering import (
     Activity,
     CheckpointDone,
@@ -157,7 +156,7 @@ class Client:
     def _gone(self) -> bool:
         """Whether the driver is known to have ended."""
         endpoint = self.endpoint
-        return bool(endpoint.pid) and is_loopback(endpoint.host) and not _alive(endpoint.pid)
+        return bool(endpoint.pid) and _is_here(endpoint.host) and not _alive(endpoint.pid)
 
     def _name(self) -> str:
         run = self.endpoint.run
@@ -217,6 +216,18 @@ def _channel(endpoint: Endpoint) -> grpc.Channel:
         return grpc.insecure_channel(endpoint.address, options)
     trusted = grpc.ssl_channel_credentials(endpoint.tls_ca.encode())
     return grpc.secure_channel(endpoint.address, trusted, options)
+
+
+def _is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
 
 
 def _alive(pid: int) -> bool:

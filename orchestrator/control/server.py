@@ -85,20 +85,19 @@ class ControlServer:
         self._actor: Any = None
 
     async def start(self) -> str:
-        """Serve, write control.json and register with Ray if it is connected; the address.
+        """Serve, write control.json and register with Ray if it is connected; the address to call.
 
         Raises RunError when the address cannot be bound, the certificate is of no use, or a
         service without a token would be reachable from other machines.
         """
-        host = (
-            ray.util.get_node_ip_address()
-            if self._config.host == NODE_HOST
-            else (self._config.host)
-        )
+        host = self._config.host
+        if host == NODE_HOST:
+            host = _node_address()
         token = self._token(host)
         credentials, tls_ca = self._tls()
         server = self._build(token)
-        address = _bind(server, host, self._config.port, credentials)
+        port = _bind(server, host, self._config.port, credentials)
+        address = join(_callable(host), port)
         await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         await server.start()
         self._server = server
@@ -218,11 +217,12 @@ def _options() -> list[tuple[str, int]]:
 
 def _bind(
     server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None
-) -> str:
+) -> int:
+    """Let the server listen; the port."""
     try:
         _require_bindable(host, port)
         target = join(host, port)
-        bound = (
+        bound: int = (
             server.add_insecure_port(target)
             if credentials is None
             else server.add_secure_port(target, credentials)
@@ -236,7 +236,17 @@ def _bind(
             "a free port (0 takes any) and control.host to an address of this machine, or "
             "control.enabled = false."
         ) from error
-    return join(host, bound)
+    return bound
+
+
+def _callable(host: str) -> str:
+    """`host`, or the node's address where it stands for all addresses of this machine."""
+    return _node_address() if host in ("0.0.0.0", "::") else host
+
+
+def _node_address() -> str:
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def _require_bindable(host: str, port: int) -> None:
