@@ -78,14 +78,19 @@ class Client:
         return self._read(self._call(self._stub.GetStatus, pb.GetStatusRequest()), status_of)
 
     def watch(self, min_interval_s: float = 1.0) -> Iterator[RunStatus]:
-        """Snapshots until the run ends."""
-        try:
-            for message in self._stub.Watch(
-                pb.WatchRequest(min_interval_s=min_interval_s), metadata=self._metadata
-            ):
-                yield self._read(message, status_of)
-        except grpc.RpcError as error:
-            raise self._explained(error, None) from None
+        """Snapshots until the run ends; goes on over a new connection when one is lost."""
+        request = pb.WatchRequest(min_interval_s=min_interval_s)
+        while True:
+            seen = False
+            try:
+                for message in self._stub.Watch(request, metadata=self._metadata):
+                    seen = True
+                    yield self._read(message, status_of)
+                return
+            except grpc.RpcError as error:
+                lost = error.code() is StatusCode.UNAVAILABLE and seen and not self._gone()
+                if not lost:
+                    raise self._explained(error, None) from None
 
     def scale(self, role: Role, target: int) -> FleetStatus:
         """Let a role have `target` workers."""

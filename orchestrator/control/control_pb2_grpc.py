@@ -96,7 +96,7 @@ class ControlServiceServicer:
     def Watch(self, request, context):
         """Snapshots: one at once, then one whenever something moved, at most one per min_interval_s and at
         least one every 5 s (or min_interval_s, if longer). Ends with OK when the run ends. A caller that
-        reads nothing for a minute is let go with DEADLINE_EXCEEDED.
+        reads nothing for a minute is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

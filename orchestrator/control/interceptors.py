@@ -4,6 +4,7 @@ Knows gRPC and the errors of `steering`, not the service.
 """
 
 import asyncio
+import contextlib
 import hmac
 import inspect
 import logging
@@ -32,12 +33,15 @@ DEADLINE_S = 60.0
 LONG_DEADLINE_S = 3600.0
 REQUEST_TIMEOUT_S = 10.0
 """Until the request has to be there, so that half-sent calls do not hold places."""
+RESPONSE_TIMEOUT_S = 60.0
+"""Until a response has to be taken, likewise."""
+CALLS = 128
+"""Calls that are served at once."""
 _CODES = (
     (InvalidRequest, StatusCode.INVALID_ARGUMENT),
     (NotNow, StatusCode.FAILED_PRECONDITION),
     (OtherRequest, StatusCode.ALREADY_EXISTS),
     (TooMany, StatusCode.RESOURCE_EXHAUSTED),
-    (SlowReader, StatusCode.DEADLINE_EXCEEDED),
 )
 
 
@@ -70,10 +74,15 @@ class Guard(grpc.aio.ServerInterceptor):
         deadline_s: float = DEADLINE_S,
         long_deadline_s: float = LONG_DEADLINE_S,
         request_timeout_s: float = REQUEST_TIMEOUT_S,
+        response_timeout_s: float = RESPONSE_TIMEOUT_S,
+        calls: int = CALLS,
     ) -> None:
+        self._under_way = 0
+        self._most_calls = calls
         self._deadline_s = deadline_s
         self._long_deadline_s = long_deadline_s
         self._request_timeout_s = request_timeout_s
+        self._response_timeout_s = response_timeout_s
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -87,44 +96,99 @@ class Guard(grpc.aio.ServerInterceptor):
             return self._unary(handler, method)
         if handler.unary_stream:
             return self._server_stream(handler, method)
-        return _bidirectional(handler, method)
+        return self._bidirectional(handler, method)
 
     def _unary(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         limit_s = self._long_deadline_s if method in LONG_METHODS else self._deadline_s
 
-        async def call(requests: AsyncIterator[bytes], context: Any) -> Any:
+        async def call(requests: AsyncIterator[bytes], context: Any) -> None:
             async def work() -> Any:
                 request = await self._read(requests, handler, context)
                 return await handler.unary_unary(request, context)
 
-            remaining = context.time_remaining()
-            no_deadline = remaining is None or remaining > limit_s * 100
-            deadline = asyncio.timeout(limit_s if no_deadline else None)
-            try:
-                async with deadline:
-                    return await _told(work(), context, method)
-            except TimeoutError:
-                await context.abort(
-                    StatusCode.DEADLINE_EXCEEDED,
-                    f"not done within {limit_s:g} s, the limit of a call without a deadline; what "
-                    "it asked for goes on, and the same request gets its answer.",
-                )
+            async def answer() -> None:
+                await self._write(await self._in_time(work(), limit_s, context), context)
 
-        return grpc.stream_unary_rpc_method_handler(
-            call, response_serializer=handler.response_serializer
-        )
+            await self._serve(answer, context, method)
+
+        return _streaming(handler, call)
 
     def _server_stream(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         async def call(requests: AsyncIterator[bytes], context: Any) -> None:
             async def work() -> None:
                 request = await self._read(requests, handler, context)
-                await _send(handler.unary_stream(request, context), context)
+                await self._send(handler.unary_stream(request, context), context)
 
-            await _told(work(), context, method)
+            await self._serve(work, context, method)
 
-        return grpc.stream_stream_rpc_method_handler(
-            call, response_serializer=handler.response_serializer
-        )
+        return _streaming(handler, call)
+
+    def _bidirectional(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        async def call(requests: AsyncIterator[bytes], context: Any) -> None:
+            async def decoded() -> AsyncIterator[Any]:
+                async for raw in requests:
+                    yield _decode(handler, raw)
+
+            async def work() -> None:
+                await self._send(handler.stream_stream(decoded(), context), context)
+
+            await self._serve(work, context, method)
+
+        return _streaming(handler, call)
+
+    async def _serve(self, work: Callable[[], Awaitable[None]], context: Any, method: str) -> None:
+        """Do `work`; its failure ends the call with a status and one line."""
+        if self._under_way >= self._most_calls:
+            await context.abort(
+                StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._under_way} calls are under way, the most that there may be; ask again.",
+            )
+        self._under_way += 1
+        try:
+            await work()
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except SlowReader as error:
+            logger.warning("control: %s is dropped: %s", method, error)
+            # A status would wait behind what the caller does not read.
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            await context.abort(*_status(error, method))
+        finally:
+            self._under_way -= 1
+
+    async def _in_time(self, work: Awaitable[Any], limit_s: float, context: Any) -> Any:
+        """Result of `work`, within `limit_s` where the caller set no deadline."""
+        deadline = asyncio.timeout(limit_s if context.time_remaining() is None else None)
+        try:
+            async with deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            await context.abort(
+                StatusCode.DEADLINE_EXCEEDED,
+                f"not done within {limit_s:g} s, the limit of a call without a deadline; what it "
+                "asked for goes on, and the same request gets its answer.",
+            )
+
+    async def _send(self, responses: Any, context: Any) -> None:
+        """Send what a streaming handler yields; one that writes by itself is awaited."""
+        if inspect.isawaitable(responses):
+            await responses
+            return
+        async with contextlib.aclosing(responses):
+            async for response in responses:
+                await self._write(response, context)
+
+    async def _write(self, response: Any, context: Any) -> None:
+        try:
+            async with asyncio.timeout(self._response_timeout_s):
+                await context.write(response)
+        except TimeoutError:
+            raise SlowReader(
+                f"nothing was read for {self._response_timeout_s:g} s; ask again to go on."
+            ) from None
 
     async def _read(
         self, requests: AsyncIterator[bytes], handler: grpc.RpcMethodHandler, context: Any
@@ -157,37 +221,12 @@ _REFUSE_WRONG = _refusal(
 )
 
 
-def _bidirectional(handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
-    async def call(requests: AsyncIterator[bytes], context: Any) -> None:
-        async def decoded() -> AsyncIterator[Any]:
-            async for raw in requests:
-                yield _decode(handler, raw)
-
-        await _told(_send(handler.stream_stream(decoded(), context), context), context, method)
-
+def _streaming(handler: grpc.RpcMethodHandler, call: Any) -> grpc.RpcMethodHandler:
+    """Every call is served as a stream, which is the same on the wire: only then can a handler see
+    to how long the request takes to come and the answer to go."""
     return grpc.stream_stream_rpc_method_handler(
         call, response_serializer=handler.response_serializer
     )
-
-
-async def _send(responses: Any, context: Any) -> None:
-    """Send what a streaming handler yields; one that writes by itself is awaited."""
-    if inspect.isawaitable(responses):
-        await responses
-        return
-    async for response in responses:
-        await context.write(response)
-
-
-async def _told(work: Awaitable[Any], context: Any, method: str) -> Any:
-    """Result of `work`; its failure ends the call with a status and one line."""
-    try:
-        return await work
-    except (grpc.aio.AbortError, asyncio.CancelledError):
-        raise
-    except Exception as error:
-        code, sentence = _status(error, method)
-        await context.abort(code, sentence)
 
 
 def _status(error: Exception, method: str) -> tuple[StatusCode, str]:

@@ -39,9 +39,11 @@ logger = logging.getLogger(__name__)
 
 REQUEST_BYTES = 64 << 10
 METADATA_BYTES = 8 << 10
-CALLS = 128
+OPEN_CALLS = 1024
 CALLS_PER_CONNECTION = 64
 CONNECTIONS = 2048
+AGE_MS = 3_600_000
+AGE_GRACE_MS = 60_000
 HANDSHAKE_MS = 10_000
 IDLE_MS = 300_000
 KEEPALIVE_MS = 60_000
@@ -96,10 +98,14 @@ class ControlServer:
         token = self._token(host)
         credentials, tls_ca = self._tls()
         server = self._build(token)
-        port = _bind(server, host, self._config.port, credentials)
+        try:
+            port = _bind(server, host, self._config.port, credentials)
+            await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+            await server.start()
+        except BaseException:
+            await server.stop(None)
+            raise
         address = join(_callable(host), port)
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
-        await server.start()
         self._server = server
         endpoint = Endpoint(
             address=address, token=token, tls_ca=tls_ca, run=self._run, pid=os.getpid()
@@ -166,7 +172,7 @@ class ControlServer:
     def _build(self, token: str | None) -> grpc.aio.Server:
         interceptors = [*([Authentication(token)] if token else []), self._guard]
         server = grpc.aio.server(
-            interceptors=interceptors, options=_options(), maximum_concurrent_rpcs=CALLS
+            interceptors=interceptors, options=_options(), maximum_concurrent_rpcs=OPEN_CALLS
         )
         self._service = self._service or ControlService(self._steering)
         pb_grpc.add_ControlServiceServicer_to_server(self._service, server)
@@ -203,11 +209,16 @@ def _options() -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", REQUEST_BYTES),
         ("grpc.max_metadata_size", METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", METADATA_BYTES),
+        # A message counts as sent when the caller lets it come, not when it is buffered here.
+        ("grpc.http2.write_buffer_size", 0),
         ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
         # The run needs file descriptors of its own.
         ("grpc.max_allowed_incoming_connections", max(16, min(CONNECTIONS, files // 2))),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", IDLE_MS),
+        # gRPC keeps a call open whose answer is not read until its connection ends.
+        ("grpc.max_connection_age_ms", AGE_MS),
+        ("grpc.max_connection_age_grace_ms", AGE_GRACE_MS),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MS // 2),

@@ -20,7 +20,7 @@ from orchestrator.control.convert import (
     status_message,
 )
 from orchestrator.control.idempotency import RequestMemory
-from orchestrator.control.refusals import SlowReader, TooMany
+from orchestrator.control.refusals import TooMany
 from orchestrator.steering import InvalidRequest, Role, Steering
 
 WATCHERS = 16
@@ -28,7 +28,6 @@ INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
 HEARTBEAT_S = 5.0
-READ_TIMEOUT_S = 60.0
 
 
 class ControlService(pb_grpc.ControlServiceServicer):
@@ -41,14 +40,12 @@ class ControlService(pb_grpc.ControlServiceServicer):
         memory: RequestMemory | None = None,
         watchers: int = WATCHERS,
         heartbeat_s: float = HEARTBEAT_S,
-        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> None:
         self._steering = steering
         self._memory = memory or RequestMemory()
         self._watchers = 0
         self._most_watchers = watchers
         self._heartbeat_s = heartbeat_s
-        self._read_timeout_s = read_timeout_s
         self._closing = asyncio.Event()
 
     def finish(self) -> None:
@@ -65,7 +62,7 @@ class ControlService(pb_grpc.ControlServiceServicer):
         """See control.proto."""
         return status_message(self._steering.status())
 
-    async def Watch(self, request: pb.WatchRequest, context: Any) -> None:
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.RunStatus]:
         """See control.proto."""
         interval_s = _interval(request.min_interval_s)
         if self._watchers >= self._most_watchers:
@@ -76,7 +73,7 @@ class ControlService(pb_grpc.ControlServiceServicer):
         self._watchers += 1
         try:
             async for message in self._snapshots(interval_s):
-                await self._write(message, context)
+                yield message
         finally:
             self._watchers -= 1
 
@@ -175,15 +172,6 @@ class ControlService(pb_grpc.ControlServiceServicer):
             if changed.count == seen and not self._closing.is_set():
                 # Awaited in this task, without a hop in which a change could pass unseen.
                 await _within(max(0.0, self._heartbeat_s - interval_s), changed.wait())
-
-    async def _write(self, message: pb.RunStatus, context: Any) -> None:
-        try:
-            async with asyncio.timeout(self._read_timeout_s):
-                await context.write(message)
-        except TimeoutError:
-            raise SlowReader(
-                f"nothing was read for {self._read_timeout_s:g} s; watch again to go on."
-            ) from None
 
 
 async def _within(seconds: float, awaitable: Awaitable[Any]) -> None:

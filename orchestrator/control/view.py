@@ -16,6 +16,8 @@ from orchestrator.steering import FleetStatus, QueueStatus, RunState, RunStatus
 
 STATES = ("ready", "starting", "draining")
 """Worker states that a fleet's line always names."""
+FATES = ("generated", "trained", "masked", "dropped", "superseded", "pending")
+"""Order of the ledger's counts; others follow."""
 MIB = 1 << 20
 _LABEL_WIDTH = 12
 
@@ -149,7 +151,9 @@ def _fleet(fleet: FleetStatus) -> Row:
 
 
 def _ledger(status: RunStatus) -> Row:
-    counts = ", ".join(f"{number} {fate}" for fate, number in status.samples.items())
+    others = sorted(status.samples.keys() - set(FATES))
+    fates = [fate for fate in (*FATES, *others) if fate in status.samples]
+    counts = ", ".join(f"{status.samples[fate]} {fate}" for fate in fates)
     verdict = "balanced" if status.balanced else "DOES NOT ADD UP; please report it"
     text = f"{verdict}{f': {counts}' if counts else ''}"
     return Row("ledger", text, alarm=not status.balanced)

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,12 +230,42 @@ def test_watchers_are_bounded_and_those_who_left_do_not_count(tmp_path: Path) ->
         assert code is StatusCode.RESOURCE_EXHAUSTED
         assert "2 watchers" in details
         watching[0].cancel()
-        while True:
-            again = run.stub.Watch(ask, metadata=run.metadata)
-            try:
-                assert next(again).run == "tiny"
-                break
-            except grpc.RpcError as error:
-                assert error.code() is StatusCode.RESOURCE_EXHAUSTED
-        again.cancel()
+        assert admitted(run, ask)
         watching[1].cancel()
+
+
+def test_a_watcher_that_does_not_read_is_let_go(tmp_path: Path) -> None:
+    with live(tmp_path, watchers=1, guard=Guard(response_timeout_s=0.3)) as run:
+        run.steering.snapshot = replace(STATUS, model="x" * (8 << 20))
+        ask = pb.WatchRequest(min_interval_s=0.1)
+        with grpc.insecure_channel(run.endpoint.address) as channel:
+            path = "/slipstream.v1.ControlService/Watch"
+            deaf = channel.unary_stream(path)(ask.SerializeToString(), metadata=run.metadata)
+            deaf.initial_metadata()
+            run.steering.snapshot = STATUS
+            assert admitted(run, ask)
+
+
+def test_callers_that_do_not_read_hold_no_places(tmp_path: Path) -> None:
+    with live(tmp_path, guard=Guard(response_timeout_s=0.3, calls=2)) as run:
+        run.steering.snapshot = replace(STATUS, model="x" * (8 << 20))
+        ask = pb.WatchRequest(min_interval_s=0.1)
+        with grpc.insecure_channel(run.endpoint.address) as channel:
+            call = channel.unary_stream("/slipstream.v1.ControlService/Watch")
+            deaf = [call(ask.SerializeToString(), metadata=run.metadata) for _ in range(2)]
+            for caller in deaf:
+                caller.initial_metadata()
+            run.steering.snapshot = STATUS
+            assert admitted(run, ask)
+
+
+def admitted(run: Live, ask: pb.WatchRequest) -> bool:
+    """Ask until a place among the watchers is free."""
+    while True:
+        watching = run.stub.Watch(ask, metadata=run.metadata)
+        try:
+            served = next(watching).run == "tiny"
+            watching.cancel()
+            return served
+        except grpc.RpcError as error:
+            assert error.code() is StatusCode.RESOURCE_EXHAUSTED

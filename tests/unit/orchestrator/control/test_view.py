@@ -22,7 +22,7 @@ def test_the_screen_tells_where_everything_is() -> None:
     said = plain(STATUS)
     for words in (
         "step 12     4.0 s: wait_for_groups 3.0 s (75 %), train 1.0 s (25 %)",
-        "reward 0.50, accuracy 0.25, lag 0.3, 38 trained tokens/s".replace("0.3", "0.33"),
+        "reward 0.50, accuracy 0.25, lag 0.33, 38 trained tokens/s",
         "1 of 16 samples without a verdict",
         "3 groups ready, oldest waits 4 s; 4 of 4 slots generating, 2 being scored, 9 under way "
         "(1 to be tried again); 3.0 of 64 MiB",
