@@ -9,6 +9,7 @@ import random
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,9 +18,10 @@ import pytest
 from grpc import StatusCode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from steering_double import Live
+from steering_double import Live, live
 
 from orchestrator.control import control_pb2 as pb
+from orchestrator.control.interceptors import Guard
 
 pytestmark = pytest.mark.integration
 
@@ -196,3 +198,40 @@ def test_a_thousand_connections_at_once(bounded: Live) -> None:
             assert caller.recv(9), "each is served"
         answers(bounded)
     assert bounded.steering.calls == []
+
+
+def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
+    return len(body).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + body
+
+
+def health_check(stream: int) -> bytes:
+    """A whole call that needs no token, as HTTP/2 frames."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": "/grpc.health.v1.Health/Check",
+        ":authority": "x",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    packed = b"".join(
+        b"\0" + bytes((len(name),)) + name.encode() + bytes((len(value),)) + value.encode()
+        for name, value in headers.items()
+    )
+    return frame(1, 4, stream, packed) + frame(0, 1, stream, bytes(5))
+
+
+def test_callers_that_let_no_answer_come_hold_no_places(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_window = frame(4, 0, 0, (4).to_bytes(2, "big") + bytes(4))
+    guard = Guard(response_timeout_s=0.2, calls=32)
+    with live(tmp_path, guard=guard) as run, ExitStack() as stack:
+        for _ in range(8):
+            caller = stack.enter_context(connected(run))
+            calls = b"".join(health_check(stream) for stream in range(1, 40, 2))
+            caller.sendall(PREFACE + no_window + calls)
+        while "Health/Check is dropped" not in caplog.text:
+            assert call(run, "GetStatus", b"") in ANSWERS
+        while call(run, "GetStatus", b"") is not StatusCode.OK:
+            pass
