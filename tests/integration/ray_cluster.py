@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from urllib.request import Request, urlopen
 
 import psutil
 import ray
+from live import QUICKSTART, REPOSITORY
 
+CONFIG = str(QUICKSTART.relative_to(REPOSITORY))
 START_LIMIT_S = 120.0
 NODE_PORTS = (
     "node-manager-port",
@@ -137,3 +139,34 @@ def _free_ports(names: Sequence[str]) -> dict[str, int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
         return {name: s.getsockname()[1] for name, s in zip(names, sockets, strict=True)}
+
+
+def submit_command(cluster: RayCluster, *options: str) -> list[str]:
+    """The quick start, submitted to `cluster`."""
+    command = [sys.executable, "-m", "orchestrator.cli", "submit", CONFIG]
+    return [*command, f"--address={cluster.url}", *options]
+
+
+def wait_for(
+    happened: Callable[[], bool], process: subprocess.Popen[bytes], limit_s: float = START_LIMIT_S
+) -> None:
+    """Return once `happened` while `process` lives; fails after the limit."""
+    end = time.monotonic() + limit_s
+    while not happened():
+        assert process.poll() is None, "the process ended before"
+        assert time.monotonic() < end, f"not within {limit_s:.0f} s"
+        time.sleep(0.2)
+
+
+def submit(
+    cluster: RayCluster, *options: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, from the repository's root."""
+    return subprocess.run(
+        submit_command(cluster, *options),
+        cwd=REPOSITORY,
+        env={**cluster.environment, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )

@@ -37,6 +37,7 @@ def project(tmp_path: Path) -> Path:
 def test_what_no_run_needs_is_left_out(project: Path) -> None:
     assert sorted(list_package(project).files) == [
         ".gitignore",
+        ".rayignore",
         "code/a.py",
         "data/runs/kept.txt",
         "data/train.jsonl",
