@@ -19,6 +19,7 @@ from orchestrator.errors import (
     SlipstreamError,
     UsageError,
 )
+from orchestrator.submission import command as submission
 
 OVERRIDES_HELP = (
     "Any key of the configuration may be set on the command line: --seed 3, "
@@ -28,6 +29,7 @@ OVERRIDES_HELP = (
 CONFIGURED = {
     "run": ("--help", "--resume", "--runs-folder"),
     "check": ("--help",),
+    "submit": submission.OPTIONS,
 }
 """Commands that read a configuration, with the options that are not keys of it."""
 
@@ -104,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_configured(commands)
     control.add_arguments(commands)
+    submission.add_arguments(commands)
     return parser
 
 

@@ -25,6 +25,7 @@ from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
+from orchestrator.operation_config import NODE_HOST
 from orchestrator.store import TrajectoryStore
 from verifiers.worker import VerifierWorker
 
@@ -94,6 +95,11 @@ def _start_local(cpus: int) -> None:
                     "short of memory or disk. Ray's logs: /tmp/ray/session_latest/logs."
                 ) from error
             logger.warning("Ray did not start, trying once more: %s", error)
+
+
+def host_to_bind(host: str) -> str:
+    """`host` of a configuration as an address: `node` is the one that others reach this node at."""
+    return ray.util.get_node_ip_address() if host == NODE_HOST else host
 
 
 def groups_per_verifier(config: RunConfig) -> int:

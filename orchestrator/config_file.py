@@ -26,9 +26,7 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
     Relative paths, those of overrides too, count from the file's folder. Raises ConfigError with
     every problem found, UsageError when there is no such file.
     """
-    raw = _read(path)
-    for key, text in overrides:
-        _set(raw, key, parse_value(text))
+    raw = read(path, overrides)
     problems = list(wrong_kinds(raw, RunConfig))
     try:
         config = RunConfig.model_validate(raw, context={"folder": path.resolve().parent})
@@ -39,6 +37,14 @@ def load(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> RunConfig:
     if problems:
         raise ConfigError(str(path), problems)
     return config.resolved()
+
+
+def read(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+    """What stands in the file with `overrides` put over it, not judged; errors as of `load`."""
+    raw = _read(path)
+    for key, text in overrides:
+        _set(raw, key, parse_value(text))
+    return raw
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         reporter = Reporter(config, console, metrics, lines)
         try:
             if config.metrics.enabled:
-                console.note(f"metrics: {metrics.serve(config.metrics.host, config.metrics.port)}")
+                host = cluster.host_to_bind(config.metrics.host)
+                console.note(f"metrics: {metrics.serve(host, config.metrics.port)}")
             config = cluster.connect(config)
             outcome, flow = asyncio.run(_play(config, directory, tasks, meta, reporter, checkpoint))
             summary = _summary(config, outcome, reporter, flow)
