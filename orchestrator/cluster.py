@@ -43,14 +43,18 @@ def connect(config: RunConfig) -> RunConfig:
     always room for another worker. Raises RunError when the cluster cannot be reached or lacks
     resources.
     """
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        _join(address)
+    if is_shared():
+        _join(os.environ["RAY_ADDRESS"])
     else:
         config = _without_cpu_reservations(config)
         _start_local(os.cpu_count() or 1)
     _require_room(config)
     return config
+
+
+def is_shared() -> bool:
+    """Whether the run joins a cluster instead of starting a Ray of its own."""
+    return bool(os.environ.get("RAY_ADDRESS"))
 
 
 def _without_cpu_reservations(config: RunConfig) -> RunConfig:

@@ -32,6 +32,9 @@ from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.task_loading import Tasks, fingerprint, load_tasks, load_tokenizer
 
+UPLOADED = "working_dir_files"
+"""The folder in which Ray unpacks the working directories of jobs."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +52,11 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         console.note(
             f"warning: {tasks.overlap} held-out prompts are training prompts too, so held-out "
             "accuracy is partly accuracy on trained tasks"
+        )
+    if UPLOADED in runs_folder.resolve().parts:
+        console.note(
+            f"warning: {runs_folder.resolve()} is a job's copy of its working directory, which Ray "
+            "deletes: pass --runs-folder, or use `slipstream submit`"
         )
     directory, checkpoint = _directory(config, runs_folder, resume)
     _log_to(directory)
@@ -135,7 +143,13 @@ async def _steered(
     if not config.control.enabled:
         yield
         return
-    server = ControlServer(config.control, pipeline.live, directory.path.name, directory.path)
+    server = ControlServer(
+        config.control,
+        pipeline.live,
+        directory.path.name,
+        directory.path,
+        announce=cluster.is_shared(),
+    )
     reporter.note(f"control: {await server.start()}")
     try:
         yield

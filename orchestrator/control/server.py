@@ -73,12 +73,14 @@ class ControlServer:
         run: str,
         directory: Path,
         *,
+        announce: bool = True,
         service: ControlService | None = None,
         guard: Guard | None = None,
     ) -> None:
         self._config = config
         self._steering = steering
         self._run = run
+        self._announce = announce
         self._directory = directory
         self._service = service
         self._guard = guard or Guard()
@@ -183,7 +185,7 @@ class ControlServer:
         return server
 
     def _register(self, endpoint: Endpoint) -> None:
-        if not ray.is_initialized():
+        if not self._announce or not ray.is_initialized():
             return
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         try:
