@@ -87,6 +87,13 @@ async def ticked(run: Live, before: int) -> None:
 
 
 @pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
+    with live(tmp_path) as served:
+        yield served
+
+
+@pytest.fixture
 def bounded(run: Live) -> Iterator[Live]:
     """The service, warm; the process must not grow beyond the bound while it is used."""
     answers(run)
