@@ -91,6 +91,9 @@ class Engine:
         self.tokens_generated = 0
         self.prefix_cache_hit_tokens = 0
         self.paused = False
+        self.pause_to_token_s: float | None = None
+        """Seconds from the last pause to the first token after it; None before there is one."""
+        self._paused_at = 0.0
         self._model, self._tokenizer = model, tokenizer
         self._config, self._sampling, self._threads = config, sampling, threads
         self._llm: AsyncLLM | None = None
@@ -213,7 +216,8 @@ class Engine:
         llm = self._running
         self.paused = True
         try:
-            start = time.perf_counter()
+            start = self._paused_at = time.perf_counter()
+            self.pause_to_token_s = None
             await llm.pause_generation(mode="keep", clear_cache=False)
             await self._restart_requests(everything=label.lineage != self.label.lineage)
             paused = time.perf_counter()
@@ -258,6 +262,8 @@ class Engine:
 
     def _count(self, generated_tokens: int, cache_hit_tokens: int) -> None:
         self.tokens_generated += generated_tokens
+        if generated_tokens and self.pause_to_token_s is None and self._paused_at:
+            self.pause_to_token_s = time.perf_counter() - self._paused_at
         self.prefix_cache_hit_tokens += cache_hit_tokens
 
     def _response_room(self, prompt_ids: Sequence[int], max_tokens: int) -> int:

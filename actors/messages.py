@@ -61,6 +61,8 @@ class SyncReport:
     pause_s: float = 0.0
     load_s: float = 0.0
     probe_s: float = 0.0
+    next_token_s: float | None = None
+    """From the pause to the first token after it, where one came before this report."""
     nbytes: int = 0
     parity: ParityReport | None = None
 

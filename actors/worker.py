@@ -318,6 +318,7 @@ class RolloutWorker:
             pause_s=times.pause_s + times.load_s + times.resume_s,
             load_s=times.load_s,
             probe_s=time.perf_counter() - loaded,
+            next_token_s=self._engine.pause_to_token_s,
             nbytes=manifest.total_bytes,
             parity=parity,
         )

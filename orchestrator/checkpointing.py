@@ -4,11 +4,13 @@ The learner writes its shards and, with them, one JSON object that the driver gi
 state. Both become visible together or not at all.
 """
 
+import time
 from pathlib import Path
 
 from learner.group import LearnerGroup
 from orchestrator.flow import Flow
 from orchestrator.operation_config import CheckpointConfig
+from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
 
 
@@ -21,11 +23,13 @@ class Checkpointing:
         directory: RunDirectory,
         learner: LearnerGroup,
         flow: Flow,
+        reporter: Reporter,
     ) -> None:
         self._config = config
         self._directory = directory
         self._learner = learner
         self._flow = flow
+        self._reporter = reporter
         self._saved_step: int | None = None
 
     @property
@@ -39,10 +43,16 @@ class Checkpointing:
         path = self._directory.checkpoint(self._flow.step)
         if self._flow.step == self._saved_step:
             return path
-        await self._learner.save(
-            str(path), self._flow.state(), keep=self._config.keep, export=self._config.export
-        )
+        started = time.monotonic()
+        try:
+            await self._learner.save(
+                str(path), self._flow.state(), keep=self._config.keep, export=self._config.export
+            )
+        except Exception:
+            self._reporter.checkpoint_failed()
+            raise
         self._saved_step = self._flow.step
+        self._reporter.checkpointed(self._flow.step, time.monotonic() - started)
         return path
 
     async def load(self, path: Path) -> None:

@@ -28,14 +28,14 @@ class Generation:
         sync: WeightSync,
         groups_per_call: int,
         on_group: Callable[[Lease, Any], None],
-        on_tokens: Callable[[int], None],
+        on_attempt: Callable[[str, int], None],
     ) -> None:
         self._flow = flow
         self._fleet = fleet
         self._sync = sync
         self._groups_per_call = groups_per_call
         self._on_group = on_group
-        self._on_tokens = on_tokens
+        self._on_attempt = on_attempt
         self._calls: set[asyncio.Task] = set()
         self._accepting = False
         self.paused = False
@@ -100,9 +100,10 @@ class Generation:
                 if receipt.ok:
                     batch_ref = await anext(stream)
                     self._flow.generated(lease, receipt)
-                    self._on_tokens(sum(receipt.response_tokens))
+                    self._on_attempt("completed", sum(receipt.response_tokens))
                     self._on_group(lease, batch_ref)
                 else:
+                    self._on_attempt("failed", 0)
                     self._flow.attempt_failed(lease, "generation_failed", receipt.error)
         except RayError as error:
             reason = root_cause(error)
@@ -111,6 +112,7 @@ class Generation:
             worker.in_flight -= len(open_leases)
             code = "drained" if worker.given_up else "worker_lost"
             for lease in open_leases.values():
+                self._on_attempt("lost", 0)
                 self._flow.attempt_failed(lease, code, f"{worker.name}: {reason}")
             self._calls.discard(asyncio.current_task())
             self._flow.changed.notify()

@@ -102,7 +102,7 @@ class Pipeline:
             groups_per_worker=cluster.groups_per_verifier(config),
             timeout_s=verify_timeout_s(config),
             changed=changed,
-            on_statuses=reporter.scored,
+            on_verdicts=reporter.scored,
         )
         self._generation = Generation(
             self.flow,
@@ -110,7 +110,7 @@ class Pipeline:
             self._sync,
             config.rollout.groups_per_call,
             on_group=self._verification.submit,
-            on_tokens=reporter.generated,
+            on_attempt=reporter.attempted,
         )
         self._evaluation = Evaluation(
             tasks.held_out,
@@ -119,7 +119,9 @@ class Pipeline:
             self._verification,
             changed,
         )
-        self._checkpointing = Checkpointing(config.checkpoint, directory, self._learner, self.flow)
+        self._checkpointing = Checkpointing(
+            config.checkpoint, directory, self._learner, self.flow, reporter
+        )
         self._training = Training(
             self.flow,
             self._learner,
@@ -128,7 +130,6 @@ class Pipeline:
             steps=config.steps,
             after_step=self._after_step,
         )
-        reporter.observe(self.flow, self._rollout, self._verifiers, self._verification)
         self.live = LiveRun(
             Parts(
                 config=config,
@@ -145,6 +146,9 @@ class Pipeline:
                 reporter=reporter,
                 evaluate=self._evaluate,
             )
+        )
+        reporter.observe(
+            self.flow, self._rollout, self._verifiers, self._verification, self.live.status
         )
 
     def _rollout_fleet(self, meta: TrajectoryMeta, directory: RunDirectory) -> Fleet:
@@ -196,6 +200,7 @@ class Pipeline:
             "rollout fleet": self._rollout.supervise(),
             "verifier fleet": self._verifiers.supervise(),
             "reporting": self._reporter.run(),
+            "metrics": self._reporter.run_metrics(),
             "learner watch": self._watch_learner(),
             "watchdog": Watchdog(
                 self.changed,

@@ -6,9 +6,11 @@ Gathers from the parts what they measured; decides nothing.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
 
 from actors.worker import SyncReport
 from learner.batch import StepResult
@@ -18,13 +20,15 @@ from orchestrator.console import Console
 from orchestrator.evaluation import EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
-from orchestrator.metrics import SAMPLE_FATES, Metrics
+from orchestrator.metric_catalogue import SAMPLE_FATES
+from orchestrator.metrics import Metrics
 from orchestrator.records import JsonLines, StepRecord
+from orchestrator.steering import RunStatus
 from orchestrator.store import ReadyGroup
 from orchestrator.verification import Verification
-from orchestrator.workers import WorkerState
 
 GAUGE_PERIOD_S = 0.1
+SNAPSHOT_PERIOD_S = 1.0
 STALENESS_PREFIX = "staleness_tokens/"
 
 
@@ -48,9 +52,15 @@ class Reporter:
         """Of the last evaluation."""
 
     def observe(
-        self, flow: Flow, rollout: Fleet, verifiers: Fleet, verification: Verification
+        self,
+        flow: Flow,
+        rollout: Fleet,
+        verifiers: Fleet,
+        verification: Verification,
+        status: Callable[[], RunStatus],
     ) -> None:
-        """Name the parts whose gauges `run` samples."""
+        """Name the parts whose gauges the loops sample."""
+        self._status = status
         self._flow = flow
         self._rollout = rollout
         self._verifiers = verifiers
@@ -62,10 +72,19 @@ class Reporter:
             gauges = self._gauges_now()
             self._samples.append(gauges)
             self._metrics.observe_flow(gauges)
-            for fleet in (self._rollout, self._verifiers):
-                states = {str(state): fleet.count(state) for state in WorkerState}
-                self._metrics.observe_workers(fleet.role, states, fleet.restarts.total())
             await asyncio.sleep(GAUGE_PERIOD_S)
+
+    async def run_metrics(self) -> None:
+        """Loop: take a snapshot for Prometheus once a second. Ended by cancellation only."""
+        changes = -1
+        while True:
+            self._metrics.observe_status(self._status())
+            for fleet in (self._rollout, self._verifiers):
+                self._metrics.observe_restarts(fleet.role, fleet.restarts)
+            if changes != self._flow.changed.count:
+                changes = self._flow.changed.count
+                self._metrics.observe_progress()
+            await asyncio.sleep(SNAPSHOT_PERIOD_S)
 
     def _gauges_now(self) -> FlowGauges:
         stats = self._flow.queue_stats()
@@ -75,7 +94,7 @@ class Reporter:
         blocked = generating < slots and self._flow.admission_blocked(self._flow.version)
         return FlowGauges(
             queue_groups=stats.ready_groups,
-            queue_capacity_groups=self._config.queue.max_groups or 0,
+            queue_capacity_groups=self._flow.limits.max_groups,
             queue_bytes=stats.admitted_bytes,
             queue_capacity_bytes=self._config.queue.max_bytes,
             generating_groups=generating,
@@ -114,14 +133,15 @@ class Reporter:
         self.note(f"resumed at step {flow.step} from {checkpoint}")
         self._lines.write({"kind": "resume", "step": flow.step, "lineage": flow.lineage})
 
-    def generated(self, tokens: int) -> None:
-        """A group of so many response tokens came back from a rollout worker."""
-        self._metrics.observe_generated(tokens)
+    def attempted(self, outcome: str, tokens: int) -> None:
+        """An attempt at a group ended: completed with so many response tokens, failed or lost."""
+        self._metrics.observe_attempt(outcome, tokens)
 
-    def scored(self, statuses: Mapping[str, int]) -> None:
-        """So many samples got a verdict of each status."""
-        for status, samples in statuses.items():
-            self._metrics.observe_verdict(status, samples)
+    def scored(self, verifier: str, verdicts: pa.RecordBatch) -> None:
+        """The samples of a group got their verdicts."""
+        statuses = Counter(verdicts.column("status").to_pylist())
+        seconds = verdicts.column("verify_s").to_pylist()
+        self._metrics.observe_verdicts(verifier, statuses, seconds)
 
     def published(self, seconds: float, nbytes: int) -> None:
         """The learner published its weights."""
@@ -131,6 +151,18 @@ class Reporter:
         """A worker loaded weights."""
         self._paused_s += report.pause_s + report.load_s
         self._metrics.observe_sync(report)
+
+    def sync_failed(self) -> None:
+        """A worker could not load weights."""
+        self._metrics.observe_failed_sync()
+
+    def checkpointed(self, step: int, seconds: float) -> None:
+        """A checkpoint was saved."""
+        self._metrics.observe_checkpoint(step, seconds)
+
+    def checkpoint_failed(self) -> None:
+        """A checkpoint could not be saved."""
+        self._metrics.observe_failed_checkpoint()
 
     def evaluation(self, when: str, flow: Flow, result: EvaluationResult) -> None:
         """One evaluation ended."""

@@ -71,14 +71,16 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         run=directory.path.name,
         model=config.model.path,
         objective=config.learner.objective.preset,
-        max_staleness=config.max_staleness,
+        verifiers=(task.verifier for task in (*tasks.train, *tasks.held_out)),
     )
     with JsonLines(directory.metrics_jsonl) as lines:
         reporter = Reporter(config, console, metrics, lines)
         try:
             if config.metrics.enabled:
                 host = cluster.host_to_bind(config.metrics.host)
-                console.note(f"metrics: {metrics.serve(host, config.metrics.port)}")
+                address = metrics.serve(host, config.metrics.port)
+                directory.write_targets([address])
+                console.note(f"metrics: http://{address}/metrics")
             config = cluster.connect(config)
             outcome, flow = asyncio.run(_play(config, directory, tasks, meta, reporter, checkpoint))
             summary = _summary(config, outcome, reporter, flow)
@@ -92,6 +94,7 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         finally:
             ray.shutdown()
             metrics.close()
+            directory.write_targets([])
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_OK
 
 

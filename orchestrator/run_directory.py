@@ -7,7 +7,7 @@ crash never sees half of one.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -119,6 +119,12 @@ class RunDirectory:
         """Keep the result; what JSON cannot say is null."""
         write_json(self.summary_json, finite_or_none(summary))
 
+    def write_targets(self, addresses: Sequence[str]) -> None:
+        """Where Prometheus scrapes this run, as its file discovery reads it; empty at the end."""
+        labels = {"run": self.path.name}
+        found = [{"targets": list(addresses), "labels": labels}] if addresses else []
+        write_json(self.path / "prometheus_targets.json", found)
+
     def point_latest(self) -> None:
         """Let `latest`, beside this directory, point here; a reader sees the old or the new."""
         link = self.path.parent / LATEST
@@ -135,7 +141,7 @@ class RunDirectory:
             ) from error
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any] | Sequence[Any]) -> None:
     """Replace `path` by `content` as JSON in one atomic step. Raises ValueError on NaN."""
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
     temporary = path.with_name(f".{path.name}-{os.getpid()}")

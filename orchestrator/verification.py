@@ -5,7 +5,6 @@ store. Knows neither what a verifier does nor what the learner will do with its 
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ class Verification:
         groups_per_worker: int,
         timeout_s: float,
         changed: Signal,
-        on_statuses: Callable[[Counter[str]], None],
+        on_verdicts: Callable[[str, pa.RecordBatch], None],
     ) -> None:
         self._fleet = fleet
         self._store = store
@@ -50,7 +49,7 @@ class Verification:
         self._groups_per_worker = groups_per_worker
         self._timeout_s = timeout_s
         self._changed = changed
-        self._on_statuses = on_statuses
+        self._on_verdicts = on_verdicts
         self._inbox: asyncio.Queue[tuple[Lease, Any]] = asyncio.Queue()
         self.backlog = 0
         """Groups generated and not yet ready."""
@@ -116,7 +115,7 @@ class Verification:
                     self._timeout_s,
                     f"{worker.name} (verifier {task.verifier!r}, task {task.task_id})",
                 )
-                self._on_statuses(Counter(verdicts.column("status").to_pylist()))
+                self._on_verdicts(task.verifier, verdicts)
                 return verdicts
             except RayTaskError:
                 raise  # of the task, or of an input that died with its producer: not the worker's

@@ -143,6 +143,7 @@ class WeightSync:
         try:
             report = await self._load(worker.actor, worker.name, manifest)
         except (RayError, DeadlineExceeded) as error:
+            self._reporter.sync_failed()
             cause = f"weight sync failed: {root_cause(error)}"
             self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
         else:

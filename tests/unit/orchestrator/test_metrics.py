@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from steering_double import STATUS
 
 from orchestrator.bottleneck import FlowGauges, Phase
 from orchestrator.errors import RunError
 from orchestrator.metrics import Metrics
 from orchestrator.records import JsonLines, StepRecord
+from orchestrator.steering import Activity
+from orchestrator.workers import LossReason
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -32,19 +35,21 @@ class Sync:
     pause_s: float = 0.05
     load_s: float = 0.3
     probe_s: float = 0.1
+    next_token_s: float | None = None
     parity: Parity | None = None
 
 
 @pytest.fixture
 def metrics() -> Iterator[Metrics]:
-    metrics = Metrics(run="tiny-1", model="/m", objective="dapo", max_staleness=2)
+    metrics = Metrics(run="tiny-1", model="/m", objective="dapo", verifiers=["exact", "math"])
     yield metrics
     metrics.close()
 
 
 def scrape(metrics: Metrics) -> Series:
     """All series, read over HTTP as Prometheus does."""
-    with urllib.request.urlopen(metrics.serve("127.0.0.1", 0), timeout=10) as answer:
+    address = metrics.serve("127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     metrics.close()
     return {
@@ -93,7 +98,10 @@ def test_every_series_is_there_at_zero_before_the_first_step(metrics: Metrics) -
         assert value(before, name, **labels) == 0
     metrics.observe_step(record())
     metrics.observe_sync(Sync())  # type: ignore[arg-type]
-    metrics.observe_workers("rollout", {"ready": 1}, restarts=0)
+    metrics.observe_status(STATUS)
+    metrics.observe_verdicts("unheard_of", {"ok": 1}, [0.1])
+    metrics.observe_fates(samples={}, groups={}, dropped_samples={"no_such_reason": 3})
+    metrics.observe_step(record(staleness_tokens={64: 5}, masked_tokens={"no_such": 1}))
     assert scrape(metrics).keys() == before.keys()  # labels are bounded
 
 
@@ -109,6 +117,7 @@ def test_names_follow_prometheus_practice(metrics: Metrics) -> None:
 
 def test_a_step_reaches_every_series_it_concerns(metrics: Metrics) -> None:
     metrics.observe_step(record())
+    metrics.observe_flow(record().gauges)
     metrics.observe_step(record(step=4, skipped="empty", reward=None, staleness_tokens={}))
     after = scrape(metrics)
     assert value(after, "step") == 4
@@ -136,15 +145,46 @@ def test_running_totals_become_counters(metrics: Metrics) -> None:
     )
     metrics.observe_fates(samples={"generated": 12}, groups={})  # a total that fell back
     metrics.observe_fates(samples={"generated": 13}, groups={})
-    metrics.observe_workers("verifier", {"ready": 2, "starting": 1}, restarts=3)
-    metrics.observe_workers("verifier", {"ready": 1}, restarts=3)
+    metrics.observe_restarts("verifier", {LossReason.DIED: 3})
+    metrics.observe_restarts("verifier", {LossReason.DIED: 3})
     after = scrape(metrics)
     assert value(after, "samples_total", fate="generated") == 17
     assert value(after, "groups_total", fate="admitted") == 4
     assert value(after, "dropped_samples_total", reason="stale") == 8
-    assert value(after, "worker_restarts_total", role="verifier") == 3
-    assert value(after, "workers", role="verifier", state="ready") == 1
-    assert value(after, "workers", role="verifier", state="starting") == 0
+    assert value(after, "worker_restarts_total", role="verifier", reason="died") == 3
+
+
+def test_a_snapshot_tells_states_targets_and_bounds(metrics: Metrics) -> None:
+    metrics.observe_status(STATUS)
+    after = scrape(metrics)
+    assert value(after, "run_state", state="training") == 1
+    assert value(after, "run_state", state="starting") == 0
+    assert value(after, "paused", activity="training") == (Activity.TRAINING in STATUS.paused)
+    assert value(after, "max_staleness") == STATUS.limits.max_staleness
+    assert value(after, "queue_oldest_seconds") == STATUS.queue.oldest_age_s
+    for fleet in STATUS.fleets:
+        assert value(after, "workers_target", role=fleet.role) == fleet.target
+        ready = value(after, "workers", role=fleet.role, state="ready")
+        assert ready == fleet.count("ready")
+
+
+def test_verdicts_are_counted_by_verifier_and_status(metrics: Metrics) -> None:
+    metrics.observe_verdicts("math", {"ok": 3, "timeout": 1}, [0.01, 0.02, 0.03, 10.0])
+    metrics.observe_verdicts("mine:Own", {"error": 2}, [0.5, 0.5])
+    after = scrape(metrics)
+    assert value(after, "verdicts_total", verifier="math", status="timeout") == 1
+    assert value(after, "verdicts_total", verifier="other", status="error") == 2
+    assert value(after, "verdict_seconds_count", verifier="math") == 4
+
+
+def test_a_checkpoint_says_when_and_how_long(metrics: Metrics) -> None:
+    metrics.observe_failed_checkpoint()
+    metrics.observe_checkpoint(step=12, seconds=3.5)
+    after = scrape(metrics)
+    assert value(after, "checkpoint_step") == 12
+    assert value(after, "checkpoints_total", outcome="failed") == 1
+    assert value(after, "checkpoint_seconds_sum") == 3.5
+    assert value(after, "last_checkpoint_time_seconds") > 1e9
 
 
 def test_syncs_are_counted_by_outcome_and_timed_by_stage(metrics: Metrics) -> None:
