@@ -17,6 +17,7 @@ from orchestrator.errors import RunError, UsageError
 from orchestrator.records import finite_or_none
 
 LATEST = "latest"
+TARGETS = "targets"
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,20 @@ class RunDirectory:
         write_json(self.summary_json, finite_or_none(summary))
 
     def write_targets(self, addresses: Sequence[str]) -> None:
-        """Where Prometheus scrapes this run, as its file discovery reads it; empty at the end."""
+        """Where Prometheus scrapes this run, as its file discovery reads it; nowhere at the end.
+
+        Discovery takes a wildcard in a file's name only, so all runs of a folder that are live also
+        have a file each in its `targets`.
+        """
         labels = {"run": self.path.name}
         found = [{"targets": list(addresses), "labels": labels}] if addresses else []
         write_json(self.path / "prometheus_targets.json", found)
+        shared = self.path.parent / TARGETS / f"{self.path.name}.json"
+        if found:
+            shared.parent.mkdir(exist_ok=True)
+            write_json(shared, found)
+        else:
+            shared.unlink(missing_ok=True)
 
     def point_latest(self) -> None:
         """Let `latest`, beside this directory, point here; a reader sees the old or the new."""
