@@ -4,12 +4,13 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
+MONITOR_PORT ?= 9090
 TORCH := torch==2.13.0+cpu
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-all lint proto bench docs lock clean
+.PHONY: help setup demo test test-unit test-all lint proto bench docs monitor lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,8 +56,16 @@ proto: setup  ## generate the control service's code from its .proto
 bench: setup  ## measurements, as a table and under runs/bench/
 	$(BIN)/python -m tests.benchmarks
 
-docs: setup  ## write the generated pages: the configuration reference
+docs: setup  ## write what is generated: configuration reference, dashboards
 	$(BIN)/python -m orchestrator.config_reference > docs/configuration.md
+	$(BIN)/python deploy/grafana/make_dashboards.py
+
+monitor:  ## Prometheus beside the runs of ./runs, on http://127.0.0.1:9090
+	@command -v prometheus >/dev/null || { echo "Prometheus is not installed: apt-get install prometheus," \
+	  "or put the binary of prometheus.io on the PATH" >&2; exit 1; }
+	mkdir -p runs/targets runs/.prometheus
+	prometheus --config.file=deploy/prometheus/local.yml --storage.tsdb.path=runs/.prometheus \
+	  --web.listen-address=127.0.0.1:$(MONITOR_PORT)
 
 lock: setup  ## write what is installed into the lock file, after a deliberate upgrade
 	{ grep '^#' requirements-cpu.lock; $(BIN)/uv pip freeze --python $(BIN)/python \
