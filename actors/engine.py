@@ -19,7 +19,13 @@ import numpy as np
 
 from actors.config import EngineConfig, SamplingConfig
 from actors.trajectory import FinishReason, VersionSpan, WeightLabel
-from actors.vllm_setup import engine_arguments, environment, require_plugin, step_counter
+from actors.vllm_setup import (
+    engine_arguments,
+    environment,
+    ray_exporter,
+    require_plugin,
+    step_counter,
+)
 
 if TYPE_CHECKING:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -256,9 +262,10 @@ class Engine:
     def _build(self) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(
-            self.engine_arguments(), stat_loggers=[step_counter(self._count)]
-        )
+        loggers = [step_counter(self._count)]
+        if self._config.export_metrics:
+            loggers += ray_exporter()
+        self._llm = AsyncLLM.from_engine_args(self.engine_arguments(), stat_loggers=loggers)
 
     def _count(self, generated_tokens: int, cache_hit_tokens: int) -> None:
         self.tokens_generated += generated_tokens

@@ -112,6 +112,17 @@ def step_counter(count: Callable[[int, int], None]) -> Any:
     return StepCounter
 
 
+def ray_exporter() -> list[Any]:
+    """vLLM's stat logger for Ray's metrics agent; none outside of Ray."""
+    import ray
+
+    if not ray.is_initialized():
+        return []
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    return [RayPrometheusStatLogger]
+
+
 def _executor(config: EngineConfig) -> str:
     if config.executor != "auto":
         return config.executor

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import re
 import signal
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -246,6 +248,23 @@ def test_a_request_may_sample_at_a_temperature_of_its_own(fleet: Fleet) -> None:
             model_of(fleet.version), row["prompt_ids"], row["response_ids"], 1.0
         )
         np.testing.assert_allclose(row["behavior_logprobs"], expected, rtol=0, atol=AGREEMENT)
+
+
+def test_the_engine_s_own_metrics_reach_ray_s_exporter(fleet: Fleet) -> None:
+    fleet.generate(request(71, 4))
+    (node,) = ray.nodes()
+    page = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+    end = time.monotonic() + 120
+    while True:
+        with urllib.request.urlopen(page, timeout=30) as answer:
+            text = answer.read().decode()
+        if found := re.findall(r"^ray_vllm_generation_tokens_total\{.*\} (\S+)$", text, re.M):
+            break
+        assert time.monotonic() < end, "no ray_vllm_generation_tokens_total"
+        time.sleep(1)
+    assert max(map(float, found)) > 0
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert f"ray_vllm_{name}" in text
 
 
 def sample_check(batch: pa.RecordBatch, model: LlamaForCausalLM) -> ParityReport:
