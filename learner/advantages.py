@@ -19,9 +19,11 @@ def group_advantages(
     whatever their value. A group with one valid sample, or whose rewards are all equal, gets
     exactly 0 wherever a group statistic enters; so does the whole batch where a batch statistic
     enters. Statistics are of all samples given: call it before filtering, on the whole batch.
-    Computed in float64, returned in the dtype of `rewards`.
+    Computed in float64, returned in the dtype of `rewards`. Raises ValueError for a critic.
     """
     choice = config.advantage
+    if choice.baseline == "critic":
+        raise ValueError("baseline 'critic' has advantages per token: they come from gae")
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
     values = torch.where(valid, rewards, 0.0).double()
     _, groups = torch.unique(group_ids, return_inverse=True)
@@ -80,6 +82,39 @@ def gae(
     advantages[steps] = step_advantages
     returns[steps] = step_advantages + step_values
     return advantages, returns
+
+
+def token_rewards(
+    outcomes: Tensor, penalties: Tensor | None, mask: Tensor, sample_index: Tensor
+) -> Tensor:
+    """Rewards per token [N] for `gae`: the sample's reward on its last unmasked token, and the
+    `penalties` (float[N] or None; see `kl.reward_penalties`) where they are.
+
+    `outcomes` float[S]; each sample's tokens in time order. A sample without an unmasked token has
+    no place for its reward and loses it.
+    """
+    places = torch.arange(mask.shape[0], device=mask.device)
+    last = torch.full_like(outcomes, -1, dtype=torch.int64).scatter_reduce(
+        0, sample_index[mask], places[mask], "amax"
+    )
+    rewards = torch.zeros_like(mask, dtype=outcomes.dtype)
+    rewards[last[last >= 0]] = outcomes[last >= 0]
+    return rewards if penalties is None else rewards + penalties.to(rewards.dtype)
+
+
+def whiten(advantages: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Advantages centred and divided by their standard deviation (n - 1) plus `eps`, over the
+    unmasked tokens [N]; 0 outside. Of the whole batch: call it before anything is split.
+
+    All equal, or fewer than two, gives exactly 0.
+    """
+    inside = advantages[mask].double()
+    if inside.numel() < 2 or bool(inside.max() == inside.min()):
+        return torch.zeros_like(advantages)
+    scaled = (inside - inside.mean()) / (inside.std() + eps)
+    result = torch.zeros_like(advantages)
+    result[mask] = scaled.to(advantages.dtype)
+    return result
 
 
 def _centred(

@@ -72,13 +72,14 @@ def rejections(
 
 def importance_weights(
     correction: CorrectionConfig, statistics: MismatchStatistics, kept: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    """Detached weights w[N] (0 outside `kept`) and which were capped (bool[N]); None without."""
+) -> tuple[Tensor, Tensor] | None:
+    """Detached log weights before the cap, and weights w after it, both [N]; None without.
+
+    Weights are finite wherever a cap is set, and 0 outside `kept` where it is not.
+    """
     if correction.weight == "none":
-        return None, None
-    log_weight = statistics[correction.weight].detach().masked_fill(~kept, -math.inf)
+        return None
+    log_weight = statistics[correction.weight]
     if correction.cap is None:
-        return log_weight.exp(), None
-    bound = math.log(correction.cap)
-    capped = log_weight > bound + rounding_slack(log_weight.dtype)
-    return log_weight.clamp(max=bound).exp(), capped
+        return log_weight, log_weight.exp().masked_fill_(~kept, 0.0)
+    return log_weight, log_weight.clamp(max=math.log(correction.cap)).exp_()

@@ -11,77 +11,50 @@ The ratio and its clip act on the first part, the correction on the second. The 
 
 with the data mask m, policy mask k (staleness, keep intervals, veto), detached weight w, and the
 token factor a and denominator Z of the aggregation. Data masks shape lengths and Z; policy masks
-never do. This module knows no model, no ranks and no optimizer.
+never do. Added terms (KL to a reference, entropy, KL-Cov) have the same Z.
+
+The derivative by c is computed beside the value, from the formula, and handed to autograd as one
+vector: one pass instead of a graph of twenty. This module knows no model, no ranks, no optimizer.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from learner import kl
 from learner.correction import MismatchStatistics, importance_weights, rejections
-from learner.objective_config import AggregationConfig, ObjectiveConfig, expand
-from learner.objective_metrics import MASK_REASONS, Metrics, largest, log_ratio_sums
-from learner.ratio import Surrogate, sequence_log_ratio, surrogate
-from learner.segments import segment_any, segment_sum
+from learner.covariance import restrained_tokens
+from learner.diagnostics import Evaluated, measure
+from learner.objective_config import ObjectiveConfig, expand
+from learner.objective_metrics import Metrics
+from learner.ratio import sequence_log_ratio, surrogate, through_the_mean
+from learner.token_batch import (
+    BatchCount,
+    Normalizer,
+    TokenBatch,
+    TokenFate,
+    check_batch,
+    count_batch,
+    fate_counts,
+    sample_lengths,
+    stale_tokens,
+)
 
-
-class TokenFate(IntEnum):
-    """What became of a token; a rejected one carries the first reason in this order."""
-
-    OUTSIDE = 0
-    TRAINED = 1
-    STALE = 2
-    VETO = 3
-    KEEP_LOW = 4
-    KEEP_HIGH = 5
-
-
-@dataclass(frozen=True)
-class TokenBatch:
-    """Response tokens of S samples, flat [N], in any order; whole samples only.
-
-    Values outside `mask` may be anything, NaN included; so may `old_logprobs` of tokens that
-    `version_lag` makes stale.
-    """
-
-    sample_index: Tensor
-    """int64[N]: sample of each token, in [0, num_samples)."""
-    mask: Tensor
-    """bool[N]: data mask; false for tool tokens and for samples that must not train."""
-    behavior_logprobs: Tensor
-    """float[N]: rollout engine at sampling (b)."""
-    old_logprobs: Tensor | None
-    """float[N]: the anchor p, at the sampling version (or at the start of the step for anchor
-    step_start). None only where the config's `needs_old` is false."""
-    advantages: Tensor
-    """float[N]: A, per token."""
-    num_samples: int
-    """S."""
-    entropy: Tensor | None = field(default=None, kw_only=True)
-    """float[N]: entropy of the current policy at each token's prefix, in nats, with gradient."""
-    version_lag: Tensor | None = field(default=None, kw_only=True)
-    """int64[N]: learner's version minus the version that sampled the token."""
-
-
-class BatchCount(Protocol):
-    """Anything that counts the whole batch of the run."""
-
-    @property
-    def tokens(self) -> int | float | Tensor: ...
-    @property
-    def samples(self) -> int | float | Tensor: ...
-
-
-@dataclass(frozen=True)
-class Normalizer:
-    """Tokens in the data mask, and samples that have one, over all micro-batches and ranks."""
-
-    tokens: int | float | Tensor
-    samples: int | float | Tensor
+__all__ = [
+    "BatchCount",
+    "Normalizer",
+    "ObjectiveOutput",
+    "TokenBatch",
+    "TokenFate",
+    "count_batch",
+    "evaluate",
+    "fate_counts",
+    "preset",
+    "sample_lengths",
+]
 
 
 @dataclass(frozen=True)
@@ -101,6 +74,14 @@ class _PolicyMask:
     fates: Tensor
 
 
+@dataclass
+class _Total:
+    """Sum of -loss x Z so far, and its derivative by c, [N]."""
+
+    value: Tensor
+    slope: Tensor
+
+
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ObjectiveConfig:
     """The named preset with `overrides`, nested like the fields of ObjectiveConfig."""
     return expand(name, overrides)
@@ -111,90 +92,156 @@ def evaluate(
     logprobs: Tensor,
     batch: TokenBatch,
     normalizer: BatchCount | None = None,
+    *,
+    diagnostics: bool = True,
 ) -> ObjectiveOutput:
     """Loss, metrics and token fates of one micro-batch; `logprobs` is c, float[N], with gradient.
 
     `normalizer` counts the whole batch, so that losses and gradients of micro-batches and ranks
-    are summed, never averaged; None means that this batch is all of it. Raises ValueError when
-    the batch lacks something that the config needs. Linear in N, no loop over samples.
+    are summed, never averaged; None means that this batch is all of it. Without `diagnostics` the
+    metrics hold the loss and the counts only. Raises ValueError when the batch lacks something
+    that the config needs. Linear in N, no loop over samples. First derivatives only.
     """
-    _check(config, logprobs, batch)
-    current = _at_least_float32(logprobs)
-    behavior = batch.behavior_logprobs.detach().to(current.dtype)
-    lengths = sample_lengths(batch.mask, batch.sample_index, batch.num_samples, current.dtype)
-    stale = _stale_tokens(config, batch)
-    live = batch.mask & ~stale
-    current = current.masked_fill(~live, 0.0)
-
-    log_ratios: dict[str, Tensor] = {}
-    if batch.old_logprobs is not None:
-        old = batch.old_logprobs.detach().to(current.dtype).masked_fill(~live, 0.0)
-        log_ratios["movement"] = current - old
-        log_ratios["mismatch"] = (old - behavior).masked_fill(~live, 0.0)
-    mismatch = log_ratios.get("mismatch", torch.zeros_like(behavior))
-    statistics = MismatchStatistics(mismatch, batch.sample_index, lengths)
-    policy = _policy_mask(config, batch, stale, statistics)
-    weights, capped = importance_weights(config.correction, statistics, policy.kept)
-    advantages = batch.advantages.detach().to(current.dtype).masked_fill(~policy.kept, 0.0)
-    if config.ratio.anchor == "behavior":
-        log_ratio = (current - behavior).masked_fill(~live, 0.0)
-    else:
-        log_ratio = log_ratios["movement"]
-    if config.ratio.unit != "token":
-        pure = config.ratio.unit == "sequence_pure"
-        log_ratio = sequence_log_ratio(log_ratio, current, batch.sample_index, lengths, pure=pure)
-    # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
-    log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
-    shaped = surrogate(config.clip, log_ratio, current, advantages)
-
-    terms = shaped.value if weights is None else shaped.value * weights
+    check_batch(config, logprobs, batch)
+    with torch.no_grad():
+        evaluated, total, factors = _evaluate_tokens(config, logprobs.detach(), batch)
+        scale = -1 / _denominator(config, batch, evaluated.lengths, normalizer)
+        value = total.value * scale
+        gradient = total.slope * scale
+    loss = _Attached.apply(logprobs, value, gradient)
     if config.entropy_bonus and batch.entropy is not None:
-        terms = terms + config.entropy_bonus * batch.entropy.masked_fill(~policy.kept, 0.0)
-    loss = -_aggregate(config.aggregation, terms, batch, lengths, normalizer)
-    metrics = _metrics(loss, batch, policy, shaped, lengths, log_ratios, weights, capped)
-    return ObjectiveOutput(loss, metrics, policy.fates)
+        entropy = batch.entropy.to(value.dtype).masked_fill(~evaluated.kept, 0.0)
+        loss = loss + (entropy * factors).sum() * (config.entropy_bonus * scale)
+    with torch.no_grad():
+        metrics = measure(config, batch, evaluated, loss.detach(), everything=diagnostics)
+    return ObjectiveOutput(loss, metrics, evaluated.fates)
 
 
-def count_batch(batch: TokenBatch) -> Normalizer:
-    """Counts of this batch alone (0-d tensors); sum them over micro-batches and ranks."""
-    present = segment_any(batch.mask, batch.sample_index, batch.num_samples)
-    return Normalizer(tokens=batch.mask.count_nonzero(), samples=present.sum())
+class _Attached(torch.autograd.Function):
+    """`value`, whose derivative by `logprobs` is `gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logprobs.dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream).to(ctx.dtype), None, None
 
 
-def sample_lengths(
-    mask: Tensor, sample_index: Tensor, num_samples: int, dtype: torch.dtype
-) -> Tensor:
-    """T_i: tokens in the data mask per sample, [S]."""
-    return segment_sum(mask.to(dtype), sample_index, num_samples)
+def _evaluate_tokens(
+    config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch
+) -> tuple[Evaluated, _Total, Tensor]:
+    """What is known per token, -loss x Z with its slope, and the factors a k of added terms."""
+    current = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+    dtype, index = current.dtype, batch.sample_index
+    stale = stale_tokens(config, batch)
+    outside = ~batch.mask if stale is None else ~batch.mask | stale
+    current = current.masked_fill(outside, 0.0)
+    movement = mismatch = None
+    if batch.old_logprobs is not None:
+        old = batch.old_logprobs.to(dtype)
+        movement = (current - old).masked_fill_(outside, 0.0)
+        mismatch = (old - batch.behavior_logprobs).masked_fill_(outside, 0.0)
+    lengths = sample_lengths(batch.mask, index, batch.num_samples, dtype)
+    statistics = MismatchStatistics(
+        torch.zeros_like(current) if mismatch is None else mismatch, index, lengths
+    )
+    policy = _policy_mask(config, batch, stale, ~outside, statistics)
+    advantages = batch.advantages.to(dtype).masked_fill(~policy.kept, 0.0)
+    weighing = importance_weights(config.correction, statistics, policy.kept)
+    weights = None if weighing is None else weighing[1]
+    token_ratio = movement
+    if config.ratio.anchor == "behavior" or movement is None:
+        token_ratio = (current - batch.behavior_logprobs.to(dtype)).masked_fill_(outside, 0.0)
+    assert token_ratio is not None
+    ratio = token_ratio
+    if config.ratio.unit != "token":
+        ratio = sequence_log_ratio(token_ratio, index, lengths)
+
+    per_token = policy.kept.to(dtype)
+    if config.aggregation.kind == "sequence_mean":
+        per_token = per_token / lengths.clamp(min=1)[index]
+    factors = advantages if weights is None else advantages * weights
+    if config.aggregation.kind == "sequence_mean":
+        factors = factors * per_token
+    shaped = surrogate(config.clip, ratio, current, advantages, factors)
+    slope = shaped.slope
+    if config.ratio.unit == "sequence_pure" and config.clip.kind != "cispo":
+        slope = through_the_mean(slope, index, lengths).masked_fill_(outside, 0.0)
+    evaluated = Evaluated(
+        live=policy.live,
+        kept=policy.kept,
+        fates=policy.fates,
+        lengths=lengths,
+        current=current,
+        advantages=advantages,
+        movement=movement,
+        mismatch=mismatch,
+        weights=weights,
+        log_weights=None if weighing is None else weighing[0],
+        ratio=ratio,
+        bounded=shaped.bounded,
+        restrained=None,
+        reference=_reference(batch, current, policy.kept),
+    )
+    total = _Total(shaped.value.sum(), slope)
+    held = per_token if weights is None else per_token * weights
+    _add_terms(config, evaluated, total, token_ratio, held)
+    return evaluated, total, per_token
 
 
-def fate_counts(fates: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
-    """Tokens of each sample by fate: int64[S, len(TokenFate)]."""
-    kinds = len(TokenFate)
-    flat = torch.bincount(sample_index * kinds + fates.long(), minlength=num_samples * kinds)
-    return flat.view(num_samples, kinds)
-
-
-def _stale_tokens(config: ObjectiveConfig, batch: TokenBatch) -> Tensor:
-    """bool[N] within the data mask. A stale token has no p, so nothing of its sample has a value
-    where the unit or a statistic is per sequence."""
-    if batch.version_lag is None or config.max_staleness is None:
-        return torch.zeros_like(batch.mask)
-    stale = batch.mask & (batch.version_lag > config.max_staleness)
-    if config.per_sequence:
-        stale = (
-            batch.mask
-            & segment_any(stale, batch.sample_index, batch.num_samples)[batch.sample_index]
+def _add_terms(
+    config: ObjectiveConfig, evaluated: Evaluated, total: _Total, log_ratio: Tensor, held: Tensor
+) -> None:
+    """Covariance and KL terms; `held` is a k w per token. The ratio is the token's, unclipped."""
+    choice = config.covariance
+    if choice.kind != "none":
+        moving = (evaluated.bounded == evaluated.ratio) & (evaluated.advantages != 0)
+        evaluated.restrained = restrained_tokens(
+            choice, evaluated.current, evaluated.advantages, evaluated.kept, moving
         )
-    return stale
+        if choice.kind == "clip":
+            total.slope = total.slope.masked_fill(evaluated.restrained, 0.0)
+        elif evaluated.movement is not None:
+            # The paper's term is the divergence from the old policy; its gradient is taken as that
+            # of every other divergence here, since |c - p| has none where it starts.
+            there = torch.where(evaluated.restrained, held, 0.0) * choice.coefficient
+            _subtract_divergence(total, there, log_ratio, evaluated.movement, "k2")
+    if config.kl.coefficient and config.kl.place == "loss" and evaluated.reference is not None:
+        there = held * config.kl.coefficient
+        _subtract_divergence(total, there, log_ratio, evaluated.reference, config.kl.estimator)
+
+
+def _subtract_divergence(
+    total: _Total, factors: Tensor, log_ratio: Tensor, distance: Tensor, estimator: Any
+) -> None:
+    """One gradient sg(r) sg(d) ∇c whatever estimate is reported; see `learner.kl`."""
+    weighted = log_ratio.masked_fill(factors == 0, 0.0).exp_().mul_(factors)
+    total.value = total.value - (weighted * kl.estimate(estimator, distance)).sum()
+    total.slope = total.slope - weighted * distance
+
+
+def _reference(batch: TokenBatch, current: Tensor, kept: Tensor) -> Tensor | None:
+    """c - f, 0 outside `kept`."""
+    if batch.reference_logprobs is None:
+        return None
+    return (current - batch.reference_logprobs.to(current.dtype)).masked_fill_(~kept, 0.0)
 
 
 def _policy_mask(
-    config: ObjectiveConfig, batch: TokenBatch, stale: Tensor, statistics: MismatchStatistics
+    config: ObjectiveConfig,
+    batch: TokenBatch,
+    stale: Tensor | None,
+    live: Tensor,
+    statistics: MismatchStatistics,
 ) -> _PolicyMask:
-    live = batch.mask & ~stale
     fates = live.to(torch.uint8) * int(TokenFate.TRAINED)
-    fates.masked_fill_(stale, int(TokenFate.STALE))
+    if stale is not None:
+        fates.masked_fill_(stale, int(TokenFate.STALE))
     kept = live
     correction = config.correction
     if correction.keep or correction.veto is not None:
@@ -209,97 +256,19 @@ def _policy_mask(
     return _PolicyMask(live, kept, fates)
 
 
-def _aggregate(
-    aggregation: AggregationConfig,
-    terms: Tensor,
-    batch: TokenBatch,
-    lengths: Tensor,
-    normalizer: BatchCount | None,
+def _denominator(
+    config: ObjectiveConfig, batch: TokenBatch, lengths: Tensor, normalizer: BatchCount | None
 ) -> Tensor:
-    """Σ a·terms / Z; terms[N] are 0 outside the masks."""
-    count = count_batch(batch) if normalizer is None else normalizer
-    if aggregation.kind == "sequence_mean":
-        terms = terms / lengths.clamp(min=1)[batch.sample_index]
-    denominator = torch.as_tensor(
-        count.tokens if aggregation.kind == "token_mean" else count.samples, device=terms.device
-    )
-    if aggregation.kind == "constant":
-        assert aggregation.max_tokens is not None
-        denominator = denominator * aggregation.max_tokens
-    return terms.sum() / denominator.clamp(min=1)
-
-
-def _metrics(
-    loss: Tensor,
-    batch: TokenBatch,
-    policy: _PolicyMask,
-    shaped: Surrogate,
-    lengths: Tensor,
-    log_ratios: Mapping[str, Tensor],
-    weights: Tensor | None,
-    capped: Tensor | None,
-) -> Metrics:
-    trained = policy.kept.count_nonzero()
-    sums = {
-        "loss": loss,
-        "tokens": batch.mask.count_nonzero(),
-        "samples": (lengths > 0).sum(),
-        "trained_tokens": trained,
-        "clip_low_tokens": shaped.clipped_low.count_nonzero(),
-        "clip_high_tokens": shaped.clipped_high.count_nonzero(),
-        "clip_dual_tokens": shaped.clipped_dual.count_nonzero(),
-        "weight": trained if weights is None else weights.sum(),
-    }
-    by_fate = torch.bincount(policy.fates, minlength=len(TokenFate))
-    sums |= {f"masked_tokens/{r}": by_fate[TokenFate[r.upper()]] for r in MASK_REASONS}
-    maxima = {}
-    if capped is not None:
-        sums["cap_tokens"] = capped.count_nonzero()
-    if batch.entropy is not None:
-        sums["entropy"] = batch.entropy.detach().masked_fill(~policy.live, 0.0).sum()
-        sums["entropy_tokens"] = policy.live.count_nonzero()
-    if batch.version_lag is not None:
-        lag = batch.version_lag.masked_fill(~policy.kept, 0)
-        sums |= {"lag": lag.sum(), "lag_tokens": trained}
-        maxima["lag"] = largest(lag)
-    for part, log_ratio in log_ratios.items():
-        fixed = log_ratio.detach()
-        sums |= log_ratio_sums(part, fixed, policy.live)
-        maxima[f"{part}/abs"] = largest(fixed)
-    return Metrics.pack(sums, maxima, loss.device)
-
-
-def _at_least_float32(logprobs: Tensor) -> Tensor:
-    return logprobs if logprobs.dtype == torch.float64 else logprobs.float()
-
-
-def _check(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch) -> None:
-    if batch.mask.dtype != torch.bool:
-        raise ValueError(f"mask must be bool, got {batch.mask.dtype}")
-    per_token = {
-        "sample_index": batch.sample_index,
-        "mask": batch.mask,
-        "behavior_logprobs": batch.behavior_logprobs,
-        "old_logprobs": batch.old_logprobs,
-        "advantages": batch.advantages,
-        "entropy": batch.entropy,
-        "version_lag": batch.version_lag,
-    }
-    for name, values in per_token.items():
-        if values is not None and values.shape != logprobs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, logprobs {tuple(logprobs.shape)}"
-            )
-    if logprobs.dim() != 1:
-        raise ValueError(f"logprobs must be flat over tokens, got shape {tuple(logprobs.shape)}")
-    if config.needs_old and batch.old_logprobs is None:
-        raise ValueError(
-            f"old_logprobs are missing, and ratio.anchor {config.ratio.anchor!r} or the correction "
-            "needs them"
+    """Z of the whole batch, at least 1, in the dtype of `lengths`."""
+    kind = config.aggregation.kind
+    if normalizer is None:
+        count = batch.mask.count_nonzero() if kind == "token_mean" else (lengths > 0).sum()
+    else:
+        count = torch.as_tensor(
+            normalizer.tokens if kind == "token_mean" else normalizer.samples,
+            device=lengths.device,
         )
-    if config.entropy_bonus and batch.entropy is None:
-        raise ValueError("entropy is missing, and entropy_bonus needs it")
-    if config.aggregation.kind == "constant" and config.aggregation.max_tokens is None:
-        raise ValueError(
-            "aggregation 'constant' needs max_tokens: set it, or fill in the run's response limit"
-        )
+    if kind == "constant":
+        assert config.aggregation.max_tokens is not None
+        count = count * config.aggregation.max_tokens
+    return count.clamp(min=1).to(lengths.dtype)

@@ -1,219 +1,47 @@
-"""The objective as data: five independent choices, and the presets that name usual combinations.
+"""The objective as data: independent choices, and presets that name usual combinations.
 
 Knows no torch and no run: what a choice computes is in `learner.objective`, and what depends on
-the run (its staleness bound, its response limit) is filled in by `ObjectiveConfig.for_run`.
+the run (its staleness bound, response limit, reference and critic) enters by `for_run`.
 """
 
-import difflib
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-NEEDS_CRITIC = "needs a critic (value model), which this version does not have"
-NEEDS_REFERENCE = "needs a reference model, which this version does not have"
+from learner.objective_choices import (
+    AdvantageConfig,
+    AggregationConfig,
+    ClipConfig,
+    CorrectionConfig,
+    CovarianceConfig,
+    CriticConfig,
+    KeepInterval,
+    KLConfig,
+    RatioConfig,
+    Table,
+    nearest,
+)
+from learner.presets import CORRECTIONS, PRESETS
 
-CORRECTIONS: dict[str, dict[str, Any]] = {
-    "none": {"weight": "none", "cap": None, "keep": [], "veto": None},
-    "tis": {"weight": "token", "cap": 2.0, "keep": [], "veto": None},
-    "icepop": {
-        "weight": "token",
-        "cap": None,
-        "keep": [{"statistic": "token", "low": 0.5, "high": 5.0}],
-        "veto": None,
-    },
-}
-
-_GROUP_NORMALISED = {"baseline": "group_mean", "scale": "group_std"}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {
-        "advantage": _GROUP_NORMALISED,
-        "ratio": {"unit": "token"},
-        "clip": {"kind": "ppo", "low": 0.2, "high": 0.2},
-        "correction": "tis",
-        "aggregation": {"kind": "sequence_mean"},
-    },
-    "dr_grpo": {
-        "advantage": {"baseline": "group_mean", "scale": "none"},
-        "ratio": {"unit": "token"},
-        "clip": {"kind": "ppo", "low": 0.2, "high": 0.2},
-        "correction": "tis",
-        "aggregation": {"kind": "constant"},
-    },
-    "dapo": {
-        "advantage": _GROUP_NORMALISED,
-        "ratio": {"unit": "token"},
-        "clip": {"kind": "ppo", "low": 0.2, "high": 0.28},
-        "correction": "tis",
-        "aggregation": {"kind": "token_mean"},
-        "dynamic_sampling": True,
-        "overlong_window": 0.2,
-    },
-    "gspo": {
-        "advantage": _GROUP_NORMALISED,
-        "ratio": {"unit": "sequence"},
-        "clip": {"kind": "ppo", "low": 3e-4, "high": 4e-4},
-        "correction": "tis",
-        "aggregation": {"kind": "sequence_mean"},
-    },
-    "cispo": {
-        "advantage": _GROUP_NORMALISED,
-        "ratio": {"unit": "token", "anchor": "behavior"},
-        "clip": {"kind": "cispo", "low": 0.0, "high": 5.0},
-        "correction": "none",
-        "aggregation": {"kind": "token_mean"},
-    },
-    "rloo": {
-        "advantage": {"baseline": "leave_one_out", "scale": "none"},
-        "ratio": {"unit": "token"},
-        "clip": {"kind": "ppo", "low": 0.2, "high": 0.2},
-        "correction": "tis",
-        "aggregation": {"kind": "token_mean"},
-    },
-    "reinforce_pp": {
-        "advantage": {"baseline": "batch_mean", "scale": "batch_std"},
-        "ratio": {"unit": "token"},
-        "clip": {"kind": "ppo", "low": 0.2, "high": 0.2},
-        "correction": "tis",
-        "aggregation": {"kind": "token_mean"},
-    },
-}
+__all__ = [
+    "CORRECTIONS",
+    "PRESETS",
+    "AdvantageConfig",
+    "AggregationConfig",
+    "ClipConfig",
+    "CorrectionConfig",
+    "CovarianceConfig",
+    "CriticConfig",
+    "KLConfig",
+    "KeepInterval",
+    "ObjectiveConfig",
+    "RatioConfig",
+    "expand",
+]
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
-    )
-
-
-class AdvantageConfig(_Config):
-    """How rewards become advantages: (reward - baseline) / scale, one value per sample."""
-
-    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """What is subtracted from a sample's reward."""
-    scale: Literal["none", "group_std", "batch_std"] = "group_std"
-    """What the centred reward is divided by; batch_std is taken over the centred values."""
-    ddof: int = Field(default=1, ge=0, le=1)
-    """Delta degrees of freedom of the standard deviations (1: divide by n - 1)."""
-    eps: float = Field(default=1e-6, ge=0, allow_inf_nan=False)
-    """Added to the standard deviation."""
-
-    @field_validator("baseline", mode="before")
-    @classmethod
-    def _no_critic(cls, value: object) -> object:
-        if value == "critic":
-            raise ValueError(f"advantage.baseline 'critic' {NEEDS_CRITIC}")
-        return value
-
-    @property
-    def per_group(self) -> bool:
-        """Whether a statistic of the group enters, so that a group needs two scored samples."""
-        return self.baseline in ("group_mean", "leave_one_out") or self.scale == "group_std"
-
-
-class RatioConfig(_Config):
-    """The log-ratio u that the clip acts on."""
-
-    unit: Literal["token", "sequence", "sequence_pure"] = "token"
-    """One ratio per token, or GSPO's one per sequence. `sequence` lets weights and masks act per
-    token (GSPO's token form); `sequence_pure` takes only whole-sample weights and masks."""
-    anchor: Literal["old", "step_start", "behavior"] = "old"
-    """What the current policy is compared with: the learner under the version that sampled the
-    token, the learner at the start of the batch, or the rollout engine at sampling."""
-
-
-class ClipConfig(_Config):
-    """How far a ratio may move before its gradient stops (ppo), or its weight is capped (cispo)."""
-
-    kind: Literal["ppo", "cispo", "none"] = "ppo"
-    """ppo bounds are distances from 1; cispo bounds are absolute; none leaves the ratio alone."""
-    low: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    """ppo: flat below 1 - low where the advantage is negative. cispo: smallest weight."""
-    high: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    """ppo: flat above 1 + high where the advantage is positive. cispo: largest weight."""
-    dual: float | None = Field(default=None, allow_inf_nan=False)
-    """ppo only: flat above this ratio where the advantage is negative; None is off."""
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Self:
-        if self.kind == "ppo" and self.low > 1:
-            raise ValueError(f"clip.low {self.low} puts the lower bound 1 - low below 0")
-        if self.kind == "cispo" and not self.low <= 1 <= self.high:
-            raise ValueError(
-                "clip.low and clip.high are absolute bounds for cispo and must enclose 1, "
-                f"got [{self.low}, {self.high}]"
-            )
-        if self.dual is not None and self.kind != "ppo":
-            raise ValueError(f"clip.dual belongs to clip.kind 'ppo', not {self.kind!r}")
-        if self.dual is not None and self.dual <= 1:
-            raise ValueError(f"clip.dual must be above 1, got {self.dual}")
-        return self
-
-
-class KeepInterval(_Config):
-    """Tokens (or samples) whose engine-mismatch ratio lies outside are rejected."""
-
-    statistic: Literal["token", "product", "geometric"]
-    """Ratio of the token, or of its sample: product of the token ratios, or geometric mean."""
-    low: float = Field(default=0.0, ge=0, le=1)
-    """Smallest ratio kept, inclusive."""
-    high: float | None = Field(default=None, ge=1)
-    """Largest ratio kept, inclusive; None is no upper bound."""
-
-
-class CorrectionConfig(_Config):
-    """What is done about the mismatch p - b between the two engines under the same weights."""
-
-    weight: Literal["none", "token", "product", "geometric"] = "none"
-    """Importance weight: none, of the token, or of its sample (product, or geometric mean)."""
-    cap: float | None = None
-    """Largest weight (small ones are kept as they are); None is uncapped."""
-    keep: tuple[KeepInterval, ...] = ()
-    """Intervals of the mismatch ratio outside of which a token or sample is rejected."""
-    veto: float | None = Field(default=None, gt=0, lt=1)
-    """A sample with any token's mismatch ratio below this is rejected; None is off."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        if value not in CORRECTIONS:
-            raise ValueError(f"unknown correction {value!r}{_nearest(value, CORRECTIONS)}")
-        return CORRECTIONS[value]
-
-    @model_validator(mode="after")
-    def _cap_is_truncation(self) -> Self:
-        if self.cap is not None and not self.cap >= 1:
-            raise ValueError(
-                f"correction.cap {self.cap} is below 1 and would shrink samples that match exactly"
-            )
-        return self
-
-    @property
-    def statistics(self) -> frozenset[str]:
-        """Every mismatch statistic in use: subset of {'token', 'product', 'geometric'}."""
-        used = {interval.statistic for interval in self.keep} | {self.weight}
-        return frozenset(used - {"none"})
-
-    @property
-    def needs_old(self) -> bool:
-        """Whether the learner's log-probabilities at the sampling version enter."""
-        return bool(self.statistics) or self.veto is not None
-
-
-class AggregationConfig(_Config):
-    """Sum over tokens to one number: token factor a and the denominator Z of the whole batch."""
-
-    kind: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
-    """token_mean: a 1, Z tokens. sequence_mean: a 1/T, Z samples. sequence_sum: a 1, Z samples.
-    constant: a 1, Z samples times max_tokens (Dr. GRPO)."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Length constant of `constant`, in tokens; None takes the run's response limit."""
-
-
-class ObjectiveConfig(_Config):
+class ObjectiveConfig(Table):
     """A preset, expanded, with any field overridden; `ObjectiveConfig()` is plain grpo.
 
     Fields not given come from the preset, section by section and field by field; `correction` may
@@ -224,6 +52,8 @@ class ObjectiveConfig(_Config):
     """Name of the combination that the other fields start from."""
     advantage: AdvantageConfig = AdvantageConfig()
     """Baseline and scale."""
+    critic: CriticConfig = CriticConfig()
+    """GAE and the value loss, where the baseline is a critic."""
     ratio: RatioConfig = RatioConfig()
     """Unit and anchor of the policy ratio."""
     clip: ClipConfig = ClipConfig()
@@ -232,6 +62,10 @@ class ObjectiveConfig(_Config):
     """Engine-mismatch correction: a table, or one of tis, icepop, none."""
     aggregation: AggregationConfig = AggregationConfig()
     """How token losses become one number."""
+    kl: KLConfig = KLConfig()
+    """Divergence from a reference model."""
+    covariance: CovarianceConfig = CovarianceConfig()
+    """Restraint of the tokens that use up entropy."""
     entropy_bonus: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Coefficient of the mean token entropy, added to what is maximised."""
     max_staleness: int | None = Field(default=None, ge=0)
@@ -249,13 +83,13 @@ class ObjectiveConfig(_Config):
         if not isinstance(data, Mapping):
             return data
         name = data.get("preset", "grpo")
-        if name == "ppo":
-            raise ValueError(f"objective.preset 'ppo' {NEEDS_CRITIC}")
         if name not in PRESETS:
-            raise ValueError(f"unknown objective.preset {name!r}{_nearest(str(name), PRESETS)}")
-        if "kl" in data:
-            raise ValueError(f"objective.kl {NEEDS_REFERENCE}")
-        return _merged(PRESETS[name], data)
+            raise ValueError(f"unknown objective.preset {name!r}{nearest(str(name), PRESETS)}")
+        merged = _merged(PRESETS[name], data)
+        given = data.get("kl")
+        if isinstance(given, Mapping) and "coefficient" in given and "optional" not in given:
+            merged["kl"] = {**merged["kl"], "optional": False}
+        return merged
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -271,6 +105,11 @@ class ObjectiveConfig(_Config):
                 "correction uses a token statistic; use ratio.unit 'sequence', or the product or "
                 "geometric statistic"
             )
+        if self.ratio.unit == "sequence_pure" and self.covariance.kind == "clip":
+            raise ValueError(
+                "ratio.unit 'sequence_pure' takes only whole-sample weights and masks, and "
+                "covariance.kind 'clip' acts per token; use ratio.unit 'sequence'"
+            )
         return self
 
     @property
@@ -284,7 +123,22 @@ class ObjectiveConfig(_Config):
     @property
     def needs_old(self) -> bool:
         """Whether `old_logprobs` must be computed at all."""
-        return self.ratio.anchor != "behavior" or self.correction.needs_old
+        return (
+            self.ratio.anchor != "behavior"
+            or self.correction.needs_old
+            or self.covariance.kind == "kl"
+            or (self.kl.coefficient > 0 and self.kl.place == "reward")
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a run without a reference model is refused."""
+        return self.kl.coefficient > 0 and not self.kl.optional
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the run must have a value model."""
+        return self.advantage.baseline == "critic"
 
     def warnings(self) -> tuple[str, ...]:
         """Sentences about choices that are allowed but do nothing useful."""
@@ -297,28 +151,54 @@ class ObjectiveConfig(_Config):
         return ()
 
     def for_run(
-        self, *, max_staleness: int, max_response_tokens: int, samples_per_group: int
+        self,
+        *,
+        max_staleness: int,
+        max_response_tokens: int,
+        samples_per_group: int,
+        has_reference: bool = False,
+        has_critic: bool = False,
     ) -> "ObjectiveConfig":
-        """This objective with the run's bounds filled in where it has none of its own.
+        """This objective with the run's bounds filled in where it has none of its own, and an
+        optional KL term switched off where the run has no reference model.
 
-        Raises ValueError when a group statistic is asked of groups of one, and when
-        `max_staleness` was set here to something else than the run's.
+        Raises ValueError when the run lacks what `needs_critic` or `needs_reference` say, when a
+        group statistic is asked of groups of one, and when `max_staleness` was set here to
+        something else than the run's.
         """
-        if self.advantage.per_group and samples_per_group < 2:
-            raise ValueError(
-                f"advantage baseline {self.advantage.baseline!r} with scale "
-                f"{self.advantage.scale!r} compares the samples of a group and needs at least two "
-                f"samples per group, got {samples_per_group}"
-            )
+        if problem := self._lacking(samples_per_group, has_reference, has_critic):
+            raise ValueError(problem)
         if self.max_staleness not in (None, max_staleness):
             raise ValueError(
                 f"objective.max_staleness {self.max_staleness} contradicts the run's max_staleness "
                 f"{max_staleness}; set the run's only"
             )
-        aggregation = self.aggregation
-        if aggregation.kind == "constant" and aggregation.max_tokens is None:
-            aggregation = aggregation.model_copy(update={"max_tokens": max_response_tokens})
-        return self.model_copy(update={"max_staleness": max_staleness, "aggregation": aggregation})
+        changes: dict[str, Any] = {"max_staleness": max_staleness}
+        if self.aggregation.kind == "constant" and self.aggregation.max_tokens is None:
+            limit = {"max_tokens": max_response_tokens}
+            changes["aggregation"] = self.aggregation.model_copy(update=limit)
+        if self.kl.optional and not has_reference:
+            changes["kl"] = self.kl.model_copy(update={"coefficient": 0.0})
+        return self.model_copy(update=changes)
+
+    def _lacking(self, samples_per_group: int, has_reference: bool, has_critic: bool) -> str:
+        if self.needs_critic and not has_critic:
+            return (
+                "advantage.baseline 'critic' (preset ppo) needs a critic (value model), which this "
+                "run does not have; choose another baseline, such as 'group_mean'"
+            )
+        if self.needs_reference and not has_reference:
+            return (
+                f"objective.kl.coefficient {self.kl.coefficient:g} needs a reference model, which "
+                "this run does not have; set it to 0"
+            )
+        if self.advantage.per_group and samples_per_group < 2:
+            return (
+                f"advantage baseline {self.advantage.baseline!r} with scale "
+                f"{self.advantage.scale!r} compares the samples of a group and needs at least two "
+                f"samples per group, got {samples_per_group}"
+            )
+        return ""
 
 
 def expand(name: str, overrides: Mapping[str, Any] | None = None) -> ObjectiveConfig:
@@ -339,8 +219,3 @@ def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
             value = {**default, **value}
         merged[key] = value
     return merged
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"

@@ -1,12 +1,14 @@
 """What one evaluation of the objective reports, as sums that add up over micro-batches and ranks.
 
 A mean of means is wrong as soon as micro-batches differ in size, so an evaluation reports counts,
-sums and maxima only; `Metrics.finalise` turns those of the whole batch into shares and means.
+sums, histograms and maxima only; `Metrics.finalise` turns those of the whole batch into shares,
+means and quantiles.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import torch
@@ -14,31 +16,62 @@ from torch import Tensor
 
 PARTS = ("movement", "mismatch")
 MASK_REASONS = ("stale", "veto", "keep_low", "keep_high")
-_PART_SUMS = ("tokens", "log", "abs", "excess", "excess_sq", "k3")
+LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
+ORIGINS = (*(f"lag_{bucket}" for bucket in LAG_BUCKETS), "crossed")
+"""Where a token comes from: its lag, or apart, that it was sampled after an update in
+mid-generation. Each token belongs to one."""
+MOMENTS = ("tokens", "log", "abs", "excess", "excess_sq", "k3")
+FATE_CODES = ("trained", "stale", "veto", "keep_low", "keep_high", "cap")
+REMOVALS = ("stale", "veto", "keep", "cap", "clip_low", "clip_high", "clip_dual", "clip_cov")
+"""Who takes gradient mass, in this order."""
+SIZE_EDGES = (16, 64, 256, 1024, 4096)
+SIZES = ("0-15", "16-63", "64-255", "256-1023", "1024-4095", "4096+")
 
-SUMS: tuple[str, ...] = (
-    "loss",
-    "tokens",
-    "samples",
-    "trained_tokens",
-    *(f"masked_tokens/{reason}" for reason in MASK_REASONS),
-    "clip_low_tokens",
-    "clip_high_tokens",
-    "clip_dual_tokens",
-    "cap_tokens",
-    "weight",
-    "entropy",
-    "entropy_tokens",
-    "lag",
-    "lag_tokens",
-    *(f"{part}/{name}" for part in PARTS for name in _PART_SUMS),
-)
-MAXIMA: tuple[str, ...] = ("lag", *(f"{part}/abs" for part in PARTS))
+# Histograms of |d| have four bins per octave, cut by the bits of a float32: they need no logarithm.
+LOWEST_OCTAVE, OCTAVES = -24, 30
+BINS = 4 * OCTAVES
+_FIRST_BIN = (127 + LOWEST_OCTAVE) << 2
+
+SUMS: dict[str, int] = {
+    "loss": 1,
+    "tokens": 1,
+    "samples": 1,
+    "trained_tokens": 1,
+    **{f"masked_tokens/{reason}": 1 for reason in MASK_REASONS},
+    "clip_low_tokens": 1,
+    "clip_high_tokens": 1,
+    "clip_dual_tokens": 1,
+    "clip_cov_tokens": 1,
+    "cap_tokens": 1,
+    "zero_advantage_tokens": 1,
+    "measured_tokens": 1,
+    "weight": 1,
+    "entropy": 1,
+    "entropy_tokens": 1,
+    "lag": 1,
+    "lag_tokens": 1,
+    "kl": 1,
+    "kl_tokens": 1,
+    "covariance": 3,
+    "old_slope": 4,
+    "mass": 1,
+    "mass_removed": len(REMOVALS),
+    "position_tokens": len(SIZES),
+    "position_masked": len(SIZES),
+    "length_tokens": len(SIZES),
+    "length_masked": len(SIZES),
+    "origin_fates": len(ORIGINS) * len(FATE_CODES),
+    **{f"{part}/moments": len(MOMENTS) * len(ORIGINS) for part in PARTS},
+    **{f"{part}/histogram": len(ORIGINS) * BINS for part in PARTS},
+}
+"""Sizes of the sums by name, in the order in which they are laid out. covariance: Σc, ΣA, ΣcA over
+trained tokens. old_slope: Σp, Σp², Σpd, Σd² with d = p - b over live tokens."""
+MAXIMA: dict[str, int] = {"lag": 1, **{f"{part}/abs": len(ORIGINS) for part in PARTS}}
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """`sums` float64[len(SUMS)] and `maxima` float64[len(MAXIMA)], in the order of those names.
+    """`sums` and `maxima`, float64, laid out one after the other as SUMS and MAXIMA say.
 
     Micro-batches combine with `+`; ranks with one all-reduce (sum) over `sums` and one (max) over
     `maxima`. All maxima are of non-negative quantities, so zeros are neutral for both.
@@ -55,84 +88,177 @@ class Metrics:
     def pack(
         cls, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor], device: torch.device
     ) -> Self:
-        """From scalars by name; a missing name is 0. Does not wait for the device."""
+        """From tensors by name, of any shape with as many elements; a missing name is 0. Does not
+        wait for the device."""
         return cls(_packed(SUMS, sums, device), _packed(MAXIMA, maxima, device))
 
     def __add__(self, other: "Metrics") -> "Metrics":
         return Metrics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
 
-    def finalise(self) -> dict[str, float]:
-        """Counts, shares and means of everything summed so far.
+    def total(self, name: str) -> Tensor:
+        """The sums of one name: 0-d where there is one, else flat."""
+        (values,) = _unpacked({name: SUMS[name]}, self.sums, _STARTS[name]).values()
+        return values[0] if SUMS[name] == 1 else values
 
-        Clip and cap shares are of trained tokens, mask shares of all tokens in the data mask.
-        `movement_*` is of c - p, `mismatch_*` of p - b, over tokens that are in the data mask and
-        not stale: k1 = -mean, k3 = mean(exp(d) - 1 - d), ess = (Σw)²/(N Σw²) of the unclamped
-        token ratio. Only mean log-ratios (k1) add up over the two parts. What was not measured
-        (no old log-probabilities, no entropy, no lag, no token) is absent.
+    def finalise(self) -> dict[str, float]:
+        """Counts, shares, means and quantiles of everything summed so far.
+
+        Clip and cap shares are of trained tokens, mask shares of all tokens in the data mask,
+        `mass_removed/*` of Σ|wA|. `movement_*` is of c - p, `mismatch_*` of p - b, over tokens that
+        are in the data mask and not stale: k1 = -mean, k3 = mean(exp(d) - 1 - d), ess =
+        (Σw)²/(N Σw²) of the unclamped token ratio, quantiles of |d| to about a tenth. Only mean
+        log-ratios (k1) add up over the two parts. Names with `/lag_*` and `/crossed` are of the
+        tokens of that origin. What was not measured is absent.
         """
-        sums = dict(zip(SUMS, self.sums.tolist(), strict=True))
-        maxima = dict(zip(MAXIMA, self.maxima.tolist(), strict=True))
-        masked = {name: sums[name] for name in SUMS if name.startswith("masked_tokens/")}
-        result = {name: sums[name] for name in ("loss", "tokens", "samples", "trained_tokens")}
-        result |= masked
-        if trained := sums["trained_tokens"]:
-            for name in ("clip_low", "clip_high", "clip_dual", "cap"):
-                result[f"{name}_share"] = sums[f"{name}_tokens"] / trained
-            result["weight_mean"] = sums["weight"] / trained
-        if tokens := sums["tokens"]:
-            for name, count in masked.items():
-                result[f"{name.removeprefix('masked_tokens/')}_share"] = count / tokens
-        if entropy_tokens := sums["entropy_tokens"]:
-            result["entropy"] = sums["entropy"] / entropy_tokens
-        if lag_tokens := sums["lag_tokens"]:
-            result["staleness_mean"] = sums["lag"] / lag_tokens
-            result["staleness_max"] = maxima["lag"]
+        sums = {name: part.tolist() for name, part in _unpacked(SUMS, self.sums).items()}
+        maxima = {name: part.tolist() for name, part in _unpacked(MAXIMA, self.maxima).items()}
+        one = {name: values[0] for name, values in sums.items() if SUMS[name] == 1}
+        result = {name: one[name] for name in ("loss", "tokens", "samples", "trained_tokens")}
+        result |= {name: one[name] for name in one if name.startswith("masked_tokens/")}
+        result |= _shares(one) | _means(one, sums)
+        if one["lag_tokens"]:
+            result["staleness_mean"] = one["lag"] / one["lag_tokens"]
+            result["staleness_max"] = maxima["lag"][0]
         for part in PARTS:
-            if count := sums[f"{part}/tokens"]:
-                result |= _part_summary(part, sums, count)
-                result[f"{part}_abs_max"] = maxima[f"{part}/abs"]
+            result |= _part_summaries(part, sums, maxima[f"{part}/abs"], bool(one["lag_tokens"]))
+        result |= _mass(one["mass"], sums["mass_removed"])
+        if one["lag_tokens"]:
+            result |= _origin_shares(sums["origin_fates"])
+        for kind in ("position", "length"):
+            rows = zip(SIZES, sums[f"{kind}_tokens"], sums[f"{kind}_masked"], strict=True)
+            result |= {f"masked_share/{kind}_{b}": lost / n for b, n, lost in rows if n}
         return result
 
 
-def log_ratio_sums(part: str, log_ratio: Tensor, known: Tensor) -> dict[str, Tensor]:
-    """Sums for one part of c - b: `log_ratio[N]` is 0 outside `known` (bool[N]).
-
-    exp(d) - 1 is summed rather than exp(d), since its zeros at unknown tokens need no second mask
-    and small differences keep their digits.
-    """
-    excess = torch.expm1(log_ratio)
-    return {
-        f"{part}/tokens": known.count_nonzero(),
-        f"{part}/log": log_ratio.sum(),
-        f"{part}/abs": log_ratio.abs().sum(),
-        f"{part}/excess": excess.sum(),
-        f"{part}/excess_sq": torch.dot(excess, excess),
-        f"{part}/k3": (excess - log_ratio).sum(),
-    }
+def bin_of(magnitudes: Tensor) -> Tensor:
+    """int64[N]: histogram bin of each |d|; below the lowest octave bin 0, above the last one."""
+    bits = magnitudes.float().view(torch.int32) >> 21
+    return (bits - _FIRST_BIN).clamp_(0, BINS - 1).long()
 
 
-def largest(values: Tensor) -> Tensor:
-    """Largest magnitude of `values`; 0 for none."""
-    if not values.numel():
-        return values.new_zeros(())
-    low, high = values.aminmax()
-    return torch.maximum(-low, high)
+def quantile(histogram: list[float], share: float, largest: float) -> float:
+    """The smallest |d| that `share` of the counts do not exceed, linear within its bin."""
+    target, before = share * math.fsum(histogram), 0.0
+    for place, count in enumerate(histogram):
+        if count and before + count >= target:
+            octave, quarter = divmod(place, 4)
+            step = 2.0 ** (octave + LOWEST_OCTAVE) / 4
+            low = (4 + quarter) * step if place else 0.0
+            width = step if place else 1.25 * 2.0**LOWEST_OCTAVE
+            return min(low + width * (target - before) / count, largest)
+        before += count
+    return largest
 
 
-def _part_summary(part: str, sums: Mapping[str, float], count: float) -> dict[str, float]:
-    excess = sums[f"{part}/excess"]
-    weight, weight_sq = count + excess, count + 2 * excess + sums[f"{part}/excess_sq"]
+def _shares(one: Mapping[str, float]) -> dict[str, float]:
+    shares = {}
+    if trained := one["trained_tokens"]:
+        for name in ("clip_low", "clip_high", "clip_dual", "clip_cov", "cap"):
+            shares[f"{name}_share"] = one[f"{name}_tokens"] / trained
+        shares["weight_mean"] = one["weight"] / trained
+    if tokens := one["tokens"]:
+        for reason in MASK_REASONS:
+            shares[f"{reason}_share"] = one[f"masked_tokens/{reason}"] / tokens
+        shares["zero_advantage_share"] = one["zero_advantage_tokens"] / tokens
+    return shares if one["measured_tokens"] else {}
+
+
+def _means(one: Mapping[str, float], sums: Mapping[str, list[float]]) -> dict[str, float]:
+    means = {}
+    for name in ("entropy", "kl"):
+        if count := one[f"{name}_tokens"]:
+            means[name] = one[name] / count
+    if one["measured_tokens"] and (trained := one["trained_tokens"]):
+        current, advantage, product = (value / trained for value in sums["covariance"])
+        means["logprob_advantage_cov"] = product - current * advantage
+    if live := sums["mismatch/moments"] and sum(sums["mismatch/moments"][: len(ORIGINS)]):
+        p, p_sq, cross, d_sq = (value / live for value in sums["old_slope"])
+        d = sum(sums["mismatch/moments"][len(ORIGINS) : 2 * len(ORIGINS)]) / live
+        spread = math.sqrt(max(p_sq - p * p, 0.0) * max(d_sq - d * d, 0.0))
+        if spread > 0:
+            means["mismatch_old_correlation"] = (cross - p * d) / spread
+            means["mismatch_old_slope"] = (cross - p * d) / (p_sq - p * p)
+    return means
+
+
+def _mass(total: float, removed: list[float]) -> dict[str, float]:
+    if not total or not math.isfinite(total):
+        return {}
+    shares = dict(zip(REMOVALS, (lost / total for lost in removed), strict=True))
+    return {f"mass_removed/{name}": share for name, share in shares.items()}
+
+
+def _origin_shares(fates: list[float]) -> dict[str, float]:
+    """Of the tokens of each origin in the data mask: how many the correction touched."""
+    result = {}
+    for number, origin in enumerate(ORIGINS):
+        row = fates[number * len(FATE_CODES) : (number + 1) * len(FATE_CODES)]
+        if tokens := sum(row):
+            counts = dict(zip(FATE_CODES, row, strict=True))
+            result[f"tokens/{origin}"] = tokens
+            result |= {
+                f"{name}_share/{origin}": counts[name] / tokens
+                for name in ("stale", "veto", "keep_low", "keep_high", "cap")
+            }
+    return result
+
+
+def _part_summaries(
+    part: str, sums: Mapping[str, list[float]], largest: list[float], by_origin: bool
+) -> dict[str, float]:
+    kinds = len(ORIGINS)
+    moments = [sums[f"{part}/moments"][i * kinds : (i + 1) * kinds] for i in range(len(MOMENTS))]
+    bins = [sums[f"{part}/histogram"][i * BINS : (i + 1) * BINS] for i in range(kinds)]
+    everything = [sum(column) for column in zip(*bins, strict=True)]
+    result = _part_summary(part, "", [sum(row) for row in moments], everything, max(largest))
+    if by_origin:
+        for number, origin in enumerate(ORIGINS):
+            own = [row[number] for row in moments]
+            result |= _part_summary(part, f"/{origin}", own, bins[number], largest[number])
+    return result
+
+
+def _part_summary(
+    part: str, suffix: str, moments: list[float], histogram: list[float], largest: float
+) -> dict[str, float]:
+    count, log, magnitude, excess, excess_sq, k3 = moments
+    if not count:
+        return {}
+    weight, weight_sq = count + excess, count + 2 * excess + excess_sq
     finite = math.isfinite(weight_sq) and weight_sq > 0
-    return {
-        f"{part}_abs_mean": sums[f"{part}/abs"] / count,
-        f"{part}_k1": -sums[f"{part}/log"] / count,
-        f"{part}_k3": sums[f"{part}/k3"] / count,
-        f"{part}_ess": weight * weight / (count * weight_sq) if finite else 0.0,
+    values = {
+        "abs_mean": magnitude / count,
+        "abs_max": largest,
+        "p50": quantile(histogram, 0.5, largest),
+        "p99": quantile(histogram, 0.99, largest),
+        "k1": -log / count,
+        "k3": k3 / count,
+        "ratio_mean": weight / count,
+        "ess": weight * weight / (count * weight_sq) if finite else 0.0,
     }
+    return {f"{part}_{name}{suffix}": value for name, value in values.items()}
 
 
-def _packed(names: tuple[str, ...], values: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(
-        [values[name].detach().double() if name in values else zero for name in names]
-    )
+def _starts(layout: Mapping[str, int]) -> dict[str, int]:
+    return dict(zip(layout, accumulate(layout.values(), initial=0), strict=False))
+
+
+_STARTS = _starts(SUMS)
+
+
+def _unpacked(layout: Mapping[str, int], flat: Tensor, start: int = 0) -> dict[str, Tensor]:
+    parts = {}
+    for name, size in layout.items():
+        parts[name] = flat[start : start + size]
+        start += size
+    return parts
+
+
+def _packed(layout: Mapping[str, int], values: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    parts = []
+    for name, size in layout.items():
+        if name in values:
+            parts.append(values[name].detach().double().reshape(size))
+        else:
+            parts.append(torch.zeros(size, dtype=torch.float64, device=device))
+    return torch.cat(parts)

@@ -1,7 +1,7 @@
 """The policy ratio and its clip: log-ratio u, and the surrogate S(u, A) that is maximised.
 
-Everything stays in log space until one `exp`, so that a clipped ratio can neither overflow nor
-leave a NaN in the gradient.
+Values and slopes are computed side by side, without autograd: everything stays in log space until
+one `exp`, so that a clipped ratio can neither overflow nor leave a NaN in the gradient.
 """
 
 import math
@@ -16,12 +16,14 @@ from learner.segments import segment_sum
 
 @dataclass(frozen=True)
 class Surrogate:
-    """S per token, and which tokens the clip made flat (bool[N] each)."""
+    """Per token [N]: S times its factor, its derivative by c, and u moved into the clip's bounds.
+
+    A token is flat where `bounded` differs from u (cispo has no flat tokens, only bounded weights).
+    """
 
     value: Tensor
-    clipped_low: Tensor
-    clipped_high: Tensor
-    clipped_dual: Tensor
+    slope: Tensor
+    bounded: Tensor
 
 
 def rounding_slack(dtype: torch.dtype) -> float:
@@ -32,65 +34,53 @@ def rounding_slack(dtype: torch.dtype) -> float:
     return 16 * torch.finfo(dtype).eps
 
 
-def sequence_log_ratio(
-    log_ratio: Tensor, logprobs: Tensor, sample_index: Tensor, lengths: Tensor, *, pure: bool
-) -> Tensor:
-    """GSPO's length-normalised log-ratio of each token's sample, per token [N].
+def sequence_log_ratio(log_ratio: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
+    """GSPO's length-normalised log-ratio (1/T) sum of u of each token's sample, per token [N].
 
-    `log_ratio` and `logprobs` are 0 outside the data mask; `lengths[S]` counts the mask. Both forms
-    have the value (1/T) Σ u. The pure form has its gradient through that mean; the token form
-    is sg(mean) + c - sg(c) (GSPO, arXiv 2507.18071, section 4.3), which gives the same gradient
-    as long as nothing is masked or weighted per token.
+    `log_ratio` is 0 outside the data mask; `lengths[S]` counts the mask.
     """
     totals = segment_sum(log_ratio, sample_index, lengths.shape[0])
-    mean = (totals / lengths.clamp(min=1))[sample_index]
-    return mean if pure else mean.detach() + (logprobs - logprobs.detach())
+    return (totals / lengths.clamp(min=1))[sample_index]
+
+
+def through_the_mean(slope: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
+    """Derivatives by c of the pure sequence form, [N], from those by the sample's mean log-ratio.
+
+    The token form (GSPO, arXiv 2507.18071, section 4.3: sg(s) exp(c - sg(c))) leaves each slope
+    with its own token; both are the same as long as nothing is masked or weighted per token. To be
+    masked by the data mask.
+    """
+    totals = segment_sum(slope, sample_index, lengths.shape[0])
+    return (totals / lengths.clamp(min=1))[sample_index]
 
 
 def surrogate(
-    clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor
+    clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, factors: Tensor
 ) -> Surrogate:
-    """S(u, A) of each token, to be maximised; all inputs [N] and finite.
+    """S(u, A) of each token times factors / A, to be maximised; all inputs [N] and finite.
 
-    ppo is min(r A, clip(r, 1 - low, 1 + high) A), with max(., dual A) where A < 0 and dual is set;
-    cispo is sg(clip(r, low, high)) A c (MiniMax-M1, arXiv 2506.13585); none is r A. On a bound the
-    gradient stays.
+    `advantages` decide the side of the clip, `factors` are they times whatever weighs a token
+    (>= 0). ppo is min(r A, clip(r, 1 - low, 1 + high) A), with max(., dual A) where A < 0 and dual
+    is set; cispo is sg(clip(r, low, high)) A c (MiniMax-M1, arXiv 2506.13585); none is r A. On a
+    bound the gradient stays.
     """
-    if clip.kind == "cispo":
-        return _cispo(clip, log_ratio, logprobs, advantages)
+    slack = rounding_slack(log_ratio.dtype)
     if clip.kind == "none":
-        nothing = torch.zeros_like(advantages, dtype=torch.bool)
-        return Surrogate(log_ratio.exp() * advantages, nothing, nothing, nothing)
-    slack = rounding_slack(log_ratio.dtype)
-    negative = advantages < 0
-    lower, upper = (
-        torch.where(negative, log_ratio.new_tensor(if_negative), log_ratio.new_tensor(otherwise))
-        for if_negative, otherwise in (
-            (math.log1p(-clip.low) - slack if clip.low < 1 else -math.inf, -math.inf),
-            (
-                math.inf if clip.dual is None else math.log(clip.dual) + slack,
-                math.log1p(clip.high) + slack,
-            ),
-        )
+        # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
+        log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
+        value = log_ratio.exp().mul_(factors)
+        return Surrogate(value, value, log_ratio)
+    if clip.kind == "cispo":
+        lowest = math.log(clip.low) - slack if clip.low > 0 else -math.inf
+        bounded = log_ratio.clamp(lowest, math.log(clip.high) + slack)
+        slope = bounded.exp().mul_(factors)
+        return Surrogate(slope * logprobs, slope, bounded)
+    lowest = math.log1p(-clip.low) - slack if clip.low < 1 else -math.inf
+    dual = math.inf if clip.dual is None else math.log(clip.dual) + slack
+    bounded = torch.where(
+        advantages < 0,
+        log_ratio.clamp(lowest, dual),
+        log_ratio.clamp(max=math.log1p(clip.high) + slack),
     )
-    above = log_ratio > upper
-    return Surrogate(
-        value=log_ratio.clamp(lower, upper).exp() * advantages,
-        clipped_low=log_ratio < lower,
-        clipped_high=above & (advantages > 0),
-        clipped_dual=above & negative,
-    )
-
-
-def _cispo(clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Surrogate:
-    slack = rounding_slack(log_ratio.dtype)
-    lowest = math.log(clip.low) - slack if clip.low > 0 else -math.inf
-    highest = math.log(clip.high) + slack
-    fixed = log_ratio.detach()
-    acts = advantages != 0
-    return Surrogate(
-        value=fixed.clamp(lowest, highest).exp() * advantages * logprobs,
-        clipped_low=(fixed < lowest) & acts,
-        clipped_high=(fixed > highest) & acts,
-        clipped_dual=torch.zeros_like(acts),
-    )
+    value = bounded.exp().mul_(factors)
+    return Surrogate(value, value.masked_fill(bounded != log_ratio, 0.0), bounded)

@@ -21,7 +21,7 @@ from learner.config import LearnerConfig
 from learner.model import Policy
 from learner.objective import Normalizer, TokenBatch, TokenFate, evaluate, fate_counts
 from learner.objective_config import ObjectiveConfig
-from learner.objective_metrics import SUMS, Metrics
+from learner.objective_metrics import Metrics
 from learner.optimizer import Optimizer
 from learner.plan import BatchPlan, left_out_fates, plan_batch
 from learner.rows import Rows, dummy_row, pack, read_rows, response_index
@@ -31,7 +31,6 @@ from learner.versions import VersionStore
 Fetch = Callable[[Sequence[Any]], Sequence[pa.RecordBatch]]
 """References of a request to their record batches, in order."""
 
-_TRAINED = SUMS.index("trained_tokens")
 _REASONS = {fate: fate.name.lower() for fate in TokenFate} | {TokenFate.OUTSIDE: "tool"}
 
 
@@ -217,7 +216,7 @@ class Trainer:
         for samples in work.plan.optimizer_steps[number][self._ranks.rank]:
             rows = np.array([work.row_of[index] for index in samples], np.int64)
             self._micro_batch(work, np.array(samples, np.int64), rows, number, part, tally)
-        trained = part.metrics.sums[_TRAINED]
+        trained = part.metrics.total("trained_tokens")
         norm, tokens, finite = self._optimizer.total_norm(part.loss, trained)
         reason = "non-finite" if not finite else "" if tokens and norm else "empty"
         if reason:

@@ -5,11 +5,12 @@ import statistics
 import pytest
 import torch
 
-from learner.advantages import gae, group_advantages, trainable_samples
+from learner.advantages import gae, group_advantages, token_rewards, trainable_samples, whiten
 from learner.config import PRESETS, expand
 
 REWARDS = torch.tensor([1.0, 0.0, 0.0, 1.0, 2.0, 4.0], dtype=torch.float64)
 GROUPS = torch.tensor([7, 3, 7, 3, 7, 3])
+PER_SAMPLE = [name for name in PRESETS if name != "ppo"]
 
 
 def advantages_of(name, rewards=REWARDS, groups=GROUPS, valid=None, **overrides):
@@ -67,7 +68,7 @@ def test_no_baseline_and_no_scale_is_the_reward():
     assert got.tolist() == REWARDS.tolist()
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PER_SAMPLE)
 def test_equal_rewards_get_exactly_zero(name):
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.7, 0.7], dtype=torch.float32)
     groups = torch.tensor([0, 0, 0, 1, 1, 1])
@@ -98,7 +99,7 @@ def test_a_batch_scale_is_finite_on_a_batch_of_equal_rewards():
     assert got.tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PER_SAMPLE)
 def test_invalid_samples_are_out_of_the_statistics(name):
     valid = torch.tensor([True, True, False, True, True, True])
     rewards = REWARDS.clone()
@@ -114,7 +115,7 @@ def test_one_valid_sample_of_a_group_gets_exactly_zero():
     assert advantages_of("grpo", valid=valid)[0].item() == 0.0
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PER_SAMPLE)
 def test_sample_order_does_not_matter(name):
     order = torch.tensor([3, 5, 0, 2, 4, 1])
     torch.testing.assert_close(
@@ -122,7 +123,7 @@ def test_sample_order_does_not_matter(name):
     )
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", PER_SAMPLE)
 def test_a_reward_shift_does_not_matter(name):
     torch.testing.assert_close(advantages_of(name, REWARDS + 17.0), advantages_of(name))
 
@@ -250,3 +251,43 @@ def test_gae_of_nothing():
         torch.ones(3), torch.ones(3), nothing, torch.zeros(3).long(), 1.0, 1.0
     )
     assert advantages.tolist() == returns.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_gae_of_100_000_samples_equals_that_of_a_few():
+    index = torch.arange(100_000).repeat_interleave(3)
+    generator = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, len(index), generator=generator, dtype=torch.float64)
+    everything = torch.ones_like(index, dtype=torch.bool)
+    whole = gae(rewards, values, everything, index, 0.9, 0.8)
+    some = slice(300, 330)
+    part = gae(rewards[some], values[some], everything[some], index[some], 0.9, 0.8)
+    for got, expected in zip(whole, part, strict=True):
+        torch.testing.assert_close(got[some], expected)
+
+
+def test_an_outcome_is_the_reward_of_the_last_unmasked_token():
+    index = torch.tensor([0, 0, 0, 1, 1, 2])
+    mask = torch.tensor([True, True, False, True, True, False])
+    outcomes = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
+    assert token_rewards(outcomes, None, mask, index).tolist() == [0.0, 1.0, 0.0, 0.0, -2.0, 0.0]
+    penalties = torch.tensor([0.5, 0.25, 0.0, 0.0, 0.125, 0.0], dtype=torch.float64)
+    got = token_rewards(outcomes, penalties, mask, index)
+    assert got.tolist() == [0.5, 1.25, 0.0, 0.0, -1.875, 0.0]
+
+
+def test_whitening_is_over_the_unmasked_tokens():
+    mask = torch.tensor([True, False, True, True])
+    got = whiten(torch.tensor([1.0, float("nan"), 2.0, 6.0], dtype=torch.float64), mask, eps=0.0)
+    std = statistics.stdev([1.0, 2.0, 6.0])
+    assert got.tolist() == pytest.approx([-2 / std, 0.0, -1 / std, 3 / std])
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_equal_advantages_are_whitened_to_exactly_zero(count):
+    mask = torch.arange(5) < count
+    assert whiten(torch.full((5,), 0.1), mask).tolist() == [0.0] * 5
+
+
+def test_a_critic_has_no_advantages_per_sample():
+    with pytest.raises(ValueError, match="they come from gae"):
+        advantages_of("ppo")

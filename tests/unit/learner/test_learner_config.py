@@ -57,9 +57,19 @@ def test_objective_table_with_a_preset_inside_the_learner_table():
 @pytest.mark.parametrize(
     ("preset", "overrides", "sentence"),
     [
-        ("ppo", {}, "objective.preset 'ppo' needs a critic"),
-        ("grpo", {"advantage": {"baseline": "critic"}}, "'critic' needs a critic"),
-        ("grpo", {"kl": {"coefficient": 0.001}}, "objective.kl needs a reference model"),
+        ("grpo", {"advantage": {"baseline": "critic"}}, "set scale to 'none'"),
+        ("grpo", {"kl": {"coefficient": -0.001}}, "greater than or equal to 0"),
+        ("grpo", {"kl": {"estimator": "k4"}}, "Input should be 'k1', 'k2' or 'k3'"),
+        ("dapo", {"covariance": {"low": 6.0}}, "covariance.low 6.0 is above covariance.high 5.0"),
+        (
+            "gspo",
+            {
+                "ratio": {"unit": "sequence_pure"},
+                "correction": "none",
+                "covariance": {"kind": "clip"},
+            },
+            "covariance.kind 'clip' acts per token",
+        ),
         ("dap0", {}, "unknown objective.preset 'dap0'; did you mean 'dapo'"),
         ("grpo", {"correction": "icepo"}, "unknown correction 'icepo'; did you mean 'icepop'"),
         ("cispo", {"correction": "tis"}, "would count it twice"),
@@ -192,3 +202,42 @@ def test_config_imports_without_torch_ray_vllm_or_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+RUN = {"max_staleness": 1, "max_response_tokens": 8, "samples_per_group": 2}
+
+
+def test_grpos_own_kl_stays_off_without_a_reference_and_is_on_with_one():
+    grpo = expand("grpo")
+    assert (grpo.kl.coefficient, grpo.needs_reference) == (0.001, False)
+    assert grpo.for_run(**RUN).kl.coefficient == 0.0
+    assert grpo.for_run(**RUN, has_reference=True).kl.coefficient == 0.001
+    assert expand("dapo").kl.coefficient == 0.0
+    assert expand("grpo", {"kl": {"estimator": "k1"}}).for_run(**RUN).kl.coefficient == 0.0
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_kl_that_is_asked_for_is_refused_without_a_reference(name):
+    asked = expand(name, {"kl": {"coefficient": 0.001}})
+    assert asked.needs_reference
+    for config in (asked, ObjectiveConfig.model_validate(asked.model_dump())):
+        with pytest.raises(ValueError, match=r"kl.coefficient 0.001 needs a reference model"):
+            config.for_run(**RUN)
+        assert config.for_run(**RUN, has_reference=True).kl.coefficient == 0.001
+    assert not expand(name, {"kl": {"coefficient": 0.0}}).needs_reference
+
+
+def test_ppo_says_that_it_needs_a_critic():
+    ppo = expand("ppo")
+    assert (ppo.critic.gamma, ppo.critic.lam, ppo.critic.whiten) == (1.0, 0.95, True)
+    assert ppo.needs_critic and not expand("grpo").needs_critic
+    with pytest.raises(ValueError, match=r"'critic' \(preset ppo\) needs a critic"):
+        ppo.for_run(**RUN)
+    alone = RUN | {"samples_per_group": 1}
+    assert ppo.for_run(**alone, has_critic=True).max_staleness == 1
+
+
+def test_kl_in_the_reward_needs_old_log_probabilities():
+    assert expand("cispo", {"kl": {"coefficient": 0.1, "place": "reward"}}).needs_old
+    assert not expand("cispo", {"kl": {"coefficient": 0.1}}).needs_old
+    assert expand("cispo", {"covariance": {"kind": "kl"}}).needs_old

@@ -62,6 +62,7 @@ def rows(batch, chosen):
 
 # What each preset's table row says, restated: unit, bounds, token factor, denominator.
 TABLE = {
+    "ppo": ("token", 0.8, 1.2, "1", "tokens"),
     "grpo": ("token", 0.8, 1.2, "1/T", "samples"),
     "dr_grpo": ("token", 0.8, 1.2, "1", "samples*max"),
     "dapo": ("token", 0.8, 1.28, "1", "tokens"),
@@ -128,6 +129,7 @@ def hand_batch():
         ("grpo", -((1.1 + 1.2) / 2 - 0.8) / 2),
         ("dr_grpo", -(1.1 + 1.2 - 0.8) / (2 * MAX_TOKENS)),
         ("dapo", -(1.1 + 1.28 - 0.8) / 3),
+        ("ppo", -(1.1 + 1.2 - 0.8) / 3),
         ("gspo", -(1.0004 - 0.9997) / 2),
         ("rloo", -(1.1 + 1.2 - 0.8) / 3),
         ("reinforce_pp", -(1.1 + 1.2 - 0.8) / 3),

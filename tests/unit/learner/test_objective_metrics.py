@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from learner.objective import TokenBatch, evaluate, preset
-from learner.objective_metrics import MAXIMA, SUMS, Metrics
+from learner.objective_metrics import MAXIMA, Metrics
 
 
 def shifted(movement, mismatch, config=None):
@@ -52,8 +52,8 @@ def test_the_effective_sample_size_is_unclamped():
     assert metrics["weight_mean"] == pytest.approx((2 + 3) / 4)
 
 
-def test_an_overflowing_ratio_is_reported_as_no_effective_sample():
-    assert shifted([0.0, 0.0], [500.0, 0.0])["mismatch_ess"] == 0.0
+def test_an_overflowing_ratio_is_the_only_effective_sample():
+    assert shifted([0.0] * 4, [500.0, 0.0, 0.0, 0.0])["mismatch_ess"] == pytest.approx(1 / 4)
 
 
 def test_clip_shares_are_of_trained_tokens():
@@ -71,13 +71,15 @@ def test_zeros_are_neutral_and_report_only_counts():
     assert "movement_k1" not in metrics
     assert "entropy" not in metrics
     assert "staleness_mean" not in metrics
-    summed = Metrics(torch.arange(float(len(SUMS))), torch.arange(float(len(MAXIMA))))
+    summed = Metrics.zeros()
+    summed.sums[:] = torch.arange(len(summed.sums))
+    summed.maxima[:] = torch.arange(len(summed.maxima))
     total = summed + Metrics.zeros()
-    assert torch.equal(total.sums, summed.sums.double())
-    assert torch.equal(total.maxima, summed.maxima.double())
+    assert torch.equal(total.sums, summed.sums)
+    assert torch.equal(total.maxima, summed.maxima)
 
 
 def test_maxima_do_not_add_up():
     one = Metrics.pack({}, {"lag": torch.tensor(2)}, torch.device("cpu"))
     two = Metrics.pack({}, {"lag": torch.tensor(5)}, torch.device("cpu"))
-    assert (one + two).maxima[MAXIMA.index("lag")] == 5
+    assert (one + two).maxima[list(MAXIMA).index("lag")] == 5
