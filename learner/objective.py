@@ -19,7 +19,8 @@ vector: one pass instead of a graph of twenty. This module knows no model, no ra
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,11 +28,12 @@ from torch import Tensor
 from learner import kl
 from learner.correction import MismatchStatistics, importance_weights, rejections
 from learner.covariance import restrained_tokens
-from learner.diagnostics import Evaluated, measure
+from learner.diagnostics import Evaluated, Tally, measure
 from learner.objective_config import ObjectiveConfig, expand
 from learner.objective_metrics import Metrics
 from learner.ratio import sequence_log_ratio, surrogate, through_the_mean
 from learner.token_batch import (
+    TOKEN_FIELDS,
     BatchCount,
     Normalizer,
     TokenBatch,
@@ -67,19 +69,7 @@ class ObjectiveOutput:
     """uint8[N]: TokenFate of each token."""
 
 
-@dataclass(frozen=True)
-class _PolicyMask:
-    live: Tensor
-    kept: Tensor
-    fates: Tensor
-
-
-@dataclass
-class _Total:
-    """Sum of -loss x Z so far, and its derivative by c, [N]."""
-
-    value: Tensor
-    slope: Tensor
+_PART_TOKENS = 1 << 16
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ObjectiveConfig:
@@ -104,17 +94,50 @@ def evaluate(
     """
     check_batch(config, logprobs, batch)
     with torch.no_grad():
-        evaluated, total, factors = _evaluate_tokens(config, logprobs.detach(), batch)
-        scale = -1 / _denominator(config, batch, evaluated.lengths, normalizer)
-        value = total.value * scale
-        gradient = total.slope * scale
-    loss = _Attached.apply(logprobs, value, gradient)
+        fixed = logprobs.detach()
+        count = count_batch(batch) if normalizer is None else normalizer
+        scale = -1 / _denominator(config, count, _working_dtype(fixed), fixed.device)
+        parts, tally = [], Tally(fixed.device)
+        for some in _parts(config, batch):
+            part = batch if some is None else _slice(batch, some)
+            evaluated = _evaluate_tokens(config, fixed if some is None else fixed[some], part)
+            measure(config, part, evaluated, tally, everything=diagnostics)
+            bonus = _held(evaluated, weighted=False) if config.entropy_bonus else None
+            parts.append((evaluated.value, evaluated.slope * scale, evaluated.fates, bonus))
+        values, gradients, fates, bonuses = zip(*parts, strict=True)
+        value = torch.stack(values).sum() * scale
+    loss = _Attached.apply(logprobs, value, torch.cat(gradients))
     if config.entropy_bonus and batch.entropy is not None:
-        entropy = batch.entropy.to(value.dtype).masked_fill(~evaluated.kept, 0.0)
-        loss = loss + (entropy * factors).sum() * (config.entropy_bonus * scale)
-    with torch.no_grad():
-        metrics = measure(config, batch, evaluated, loss.detach(), everything=diagnostics)
-    return ObjectiveOutput(loss, metrics, evaluated.fates)
+        factors = torch.cat(bonuses) * (config.entropy_bonus * scale)
+        # A zero factor alone would leave the NaN of what is masked.
+        loss = loss + (batch.entropy.to(value.dtype).masked_fill(factors == 0, 0.0) * factors).sum()
+    return ObjectiveOutput(loss, tally.metrics(loss.detach()), torch.cat(fates))
+
+
+def _parts(config: ObjectiveConfig, batch: TokenBatch) -> list[slice | None]:
+    """Runs of whole samples that fit a processor's cache; [None], all of it, where there is no
+    use for parts (on a GPU), or samples are not contiguous, or a choice compares all tokens."""
+    index = batch.sample_index
+    size = len(index)
+    if size <= 2 * _PART_TOKENS or index.is_cuda or config.covariance.kind != "none":
+        return [None]
+    if bool((index[1:] < index[:-1]).any()):
+        return [None]
+    firsts = index[torch.arange(_PART_TOKENS, size, _PART_TOKENS)]
+    bounds = [0, *sorted(set(torch.searchsorted(index, firsts).tolist()) - {0}), size]
+    return [slice(low, high) for low, high in pairwise(bounds)]
+
+
+def _slice(batch: TokenBatch, some: slice) -> TokenBatch:
+    """The tokens `some` of contiguous whole samples, as a batch of their own."""
+    index = batch.sample_index[some]
+    first = int(index[0])
+    values = {
+        name: None if (tensor := getattr(batch, name)) is None else tensor[some]
+        for name in TOKEN_FIELDS
+    }
+    values |= {"sample_index": index - first, "num_samples": int(index[-1]) - first + 1}
+    return TokenBatch(**values)
 
 
 class _Attached(torch.autograd.Function):
@@ -134,48 +157,50 @@ class _Attached(torch.autograd.Function):
 
 def _evaluate_tokens(
     config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch
-) -> tuple[Evaluated, _Total, Tensor]:
-    """What is known per token, -loss x Z with its slope, and the factors a k of added terms."""
-    current = logprobs if logprobs.dtype == torch.float64 else logprobs.float()
+) -> Evaluated:
+    """What is known per token, with -loss x Z and its slope by c."""
+    current = logprobs.to(_working_dtype(logprobs))
     dtype, index = current.dtype, batch.sample_index
     stale = stale_tokens(config, batch)
-    outside = ~batch.mask if stale is None else ~batch.mask | stale
-    current = current.masked_fill(outside, 0.0)
+    live = batch.mask if stale is None else batch.mask & ~stale
+    current = torch.where(live, current, 0.0)
+    behavior = batch.behavior_logprobs.to(dtype)
     movement = mismatch = None
     if batch.old_logprobs is not None:
         old = batch.old_logprobs.to(dtype)
-        movement = (current - old).masked_fill_(outside, 0.0)
-        mismatch = (old - batch.behavior_logprobs).masked_fill_(outside, 0.0)
+        movement = torch.where(live, current - old, 0.0)
+        mismatch = torch.where(live, old - behavior, 0.0)
     lengths = sample_lengths(batch.mask, index, batch.num_samples, dtype)
     statistics = MismatchStatistics(
         torch.zeros_like(current) if mismatch is None else mismatch, index, lengths
     )
-    policy = _policy_mask(config, batch, stale, ~outside, statistics)
-    advantages = batch.advantages.to(dtype).masked_fill(~policy.kept, 0.0)
-    weighing = importance_weights(config.correction, statistics, policy.kept)
+    kept, fates = _policy_mask(config, stale, live, statistics)
+    advantages = torch.where(kept, batch.advantages.to(dtype), 0.0)
+    weighing = importance_weights(config.correction, statistics, kept)
     weights = None if weighing is None else weighing[1]
     token_ratio = movement
-    if config.ratio.anchor == "behavior" or movement is None:
-        token_ratio = (current - batch.behavior_logprobs.to(dtype)).masked_fill_(outside, 0.0)
-    assert token_ratio is not None
+    if config.ratio.anchor == "behavior" or token_ratio is None:
+        token_ratio = torch.where(live, current - behavior, 0.0)
     ratio = token_ratio
     if config.ratio.unit != "token":
         ratio = sequence_log_ratio(token_ratio, index, lengths)
 
-    per_token = policy.kept.to(dtype)
+    shares = None
     if config.aggregation.kind == "sequence_mean":
-        per_token = per_token / lengths.clamp(min=1)[index]
-    factors = advantages if weights is None else advantages * weights
-    if config.aggregation.kind == "sequence_mean":
-        factors = factors * per_token
+        shares = lengths.clamp(min=1).reciprocal_().index_select(0, index)
+    factors = advantages
+    for other in (weights, shares):
+        factors = factors if other is None else factors * other
     shaped = surrogate(config.clip, ratio, current, advantages, factors)
     slope = shaped.slope
     if config.ratio.unit == "sequence_pure" and config.clip.kind != "cispo":
-        slope = through_the_mean(slope, index, lengths).masked_fill_(outside, 0.0)
+        slope = torch.where(live, through_the_mean(slope, index, lengths), 0.0)
     evaluated = Evaluated(
-        live=policy.live,
-        kept=policy.kept,
-        fates=policy.fates,
+        value=shaped.value.sum(),
+        slope=slope,
+        live=live,
+        kept=kept,
+        fates=fates,
         lengths=lengths,
         current=current,
         advantages=advantages,
@@ -183,21 +208,25 @@ def _evaluate_tokens(
         mismatch=mismatch,
         weights=weights,
         log_weights=None if weighing is None else weighing[0],
+        shares=shares,
         ratio=ratio,
         bounded=shaped.bounded,
-        restrained=None,
-        reference=_reference(batch, current, policy.kept),
+        reference=_reference(batch, current, kept),
     )
-    total = _Total(shaped.value.sum(), slope)
-    held = per_token if weights is None else per_token * weights
-    _add_terms(config, evaluated, total, token_ratio, held)
-    return evaluated, total, per_token
+    _add_terms(config, evaluated, token_ratio)
+    return evaluated
 
 
-def _add_terms(
-    config: ObjectiveConfig, evaluated: Evaluated, total: _Total, log_ratio: Tensor, held: Tensor
-) -> None:
-    """Covariance and KL terms; `held` is a k w per token. The ratio is the token's, unclipped."""
+def _held(evaluated: Evaluated, *, weighted: bool) -> Tensor:
+    """a k, or a k w, per token."""
+    held = evaluated.kept.to(evaluated.current.dtype)
+    for other in (evaluated.shares, evaluated.weights if weighted else None):
+        held = held if other is None else held * other
+    return held
+
+
+def _add_terms(config: ObjectiveConfig, evaluated: Evaluated, log_ratio: Tensor) -> None:
+    """Covariance and KL terms, with the ratio of the token, unclipped."""
     choice = config.covariance
     if choice.kind != "none":
         moving = (evaluated.bounded == evaluated.ratio) & (evaluated.advantages != 0)
@@ -205,24 +234,30 @@ def _add_terms(
             choice, evaluated.current, evaluated.advantages, evaluated.kept, moving
         )
         if choice.kind == "clip":
-            total.slope = total.slope.masked_fill(evaluated.restrained, 0.0)
+            evaluated.slope = evaluated.slope.masked_fill(evaluated.restrained, 0.0)
         elif evaluated.movement is not None:
             # The paper's term is the divergence from the old policy; its gradient is taken as that
             # of every other divergence here, since |c - p| has none where it starts.
-            there = torch.where(evaluated.restrained, held, 0.0) * choice.coefficient
-            _subtract_divergence(total, there, log_ratio, evaluated.movement, "k2")
+            held = torch.where(evaluated.restrained, _held(evaluated, weighted=True), 0.0)
+            held = held * choice.coefficient
+            _subtract_divergence(evaluated, held, log_ratio, evaluated.movement, "k2")
     if config.kl.coefficient and config.kl.place == "loss" and evaluated.reference is not None:
-        there = held * config.kl.coefficient
-        _subtract_divergence(total, there, log_ratio, evaluated.reference, config.kl.estimator)
+        held = _held(evaluated, weighted=True) * config.kl.coefficient
+        distance = evaluated.reference
+        _subtract_divergence(evaluated, held, log_ratio, distance, config.kl.estimator)
 
 
 def _subtract_divergence(
-    total: _Total, factors: Tensor, log_ratio: Tensor, distance: Tensor, estimator: Any
+    evaluated: Evaluated,
+    factors: Tensor,
+    log_ratio: Tensor,
+    distance: Tensor,
+    estimator: Literal["k1", "k2", "k3"],
 ) -> None:
     """One gradient sg(r) sg(d) ∇c whatever estimate is reported; see `learner.kl`."""
     weighted = log_ratio.masked_fill(factors == 0, 0.0).exp_().mul_(factors)
-    total.value = total.value - (weighted * kl.estimate(estimator, distance)).sum()
-    total.slope = total.slope - weighted * distance
+    evaluated.value = evaluated.value - (weighted * kl.estimate(estimator, distance)).sum()
+    evaluated.slope = evaluated.slope - weighted * distance
 
 
 def _reference(batch: TokenBatch, current: Tensor, kept: Tensor) -> Tensor | None:
@@ -233,15 +268,12 @@ def _reference(batch: TokenBatch, current: Tensor, kept: Tensor) -> Tensor | Non
 
 
 def _policy_mask(
-    config: ObjectiveConfig,
-    batch: TokenBatch,
-    stale: Tensor | None,
-    live: Tensor,
-    statistics: MismatchStatistics,
-) -> _PolicyMask:
-    fates = live.to(torch.uint8) * int(TokenFate.TRAINED)
+    config: ObjectiveConfig, stale: Tensor | None, live: Tensor, statistics: MismatchStatistics
+) -> tuple[Tensor, Tensor]:
+    """Kept tokens, bool[N], and everybody's fate."""
+    fates = live.to(torch.uint8)
     if stale is not None:
-        fates.masked_fill_(stale, int(TokenFate.STALE))
+        fates = fates + stale.to(torch.uint8) * int(TokenFate.STALE)
     kept = live
     correction = config.correction
     if correction.keep or correction.veto is not None:
@@ -253,22 +285,20 @@ def _policy_mask(
         ):
             fates.masked_fill_(reason, int(fate))
             kept = kept & ~reason
-    return _PolicyMask(live, kept, fates)
+    return kept, fates
 
 
 def _denominator(
-    config: ObjectiveConfig, batch: TokenBatch, lengths: Tensor, normalizer: BatchCount | None
+    config: ObjectiveConfig, count: BatchCount, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Z of the whole batch, at least 1, in the dtype of `lengths`."""
+    """Z of the whole batch, at least 1."""
     kind = config.aggregation.kind
-    if normalizer is None:
-        count = batch.mask.count_nonzero() if kind == "token_mean" else (lengths > 0).sum()
-    else:
-        count = torch.as_tensor(
-            normalizer.tokens if kind == "token_mean" else normalizer.samples,
-            device=lengths.device,
-        )
+    counted = torch.as_tensor(count.tokens if kind == "token_mean" else count.samples, device=device)
     if kind == "constant":
         assert config.aggregation.max_tokens is not None
-        count = count * config.aggregation.max_tokens
-    return count.clamp(min=1).to(lengths.dtype)
+        counted = counted * config.aggregation.max_tokens
+    return counted.clamp(min=1).to(dtype)
+
+
+def _working_dtype(logprobs: Tensor) -> torch.dtype:
+    return torch.float64 if logprobs.dtype == torch.float64 else torch.float32

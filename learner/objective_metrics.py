@@ -20,7 +20,7 @@ LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 ORIGINS = (*(f"lag_{bucket}" for bucket in LAG_BUCKETS), "crossed")
 """Where a token comes from: its lag, or apart, that it was sampled after an update in
 mid-generation. Each token belongs to one."""
-MOMENTS = ("tokens", "log", "abs", "excess", "excess_sq", "k3")
+MOMENTS = ("log", "abs", "excess", "excess_sq", "k3")
 FATE_CODES = ("trained", "stale", "veto", "keep_low", "keep_high", "cap")
 REMOVALS = ("stale", "veto", "keep", "cap", "clip_low", "clip_high", "clip_dual", "clip_cov")
 """Who takes gradient mass, in this order."""
@@ -61,12 +61,16 @@ SUMS: dict[str, int] = {
     "length_tokens": len(SIZES),
     "length_masked": len(SIZES),
     "origin_fates": len(ORIGINS) * len(FATE_CODES),
-    **{f"{part}/moments": len(MOMENTS) * len(ORIGINS) for part in PARTS},
-    **{f"{part}/histogram": len(ORIGINS) * BINS for part in PARTS},
+    **{f"{part}/tokens/{i}": 1 for part in PARTS for i in range(len(ORIGINS))},
+    **{f"{part}/moments/{i}": len(MOMENTS) for part in PARTS for i in range(len(ORIGINS))},
+    **{f"{part}/histogram/{i}": BINS for part in PARTS for i in range(len(ORIGINS))},
 }
 """Sizes of the sums by name, in the order in which they are laid out. covariance: Σc, ΣA, ΣcA over
 trained tokens. old_slope: Σp, Σp², Σpd, Σd² with d = p - b over live tokens."""
-MAXIMA: dict[str, int] = {"lag": 1, **{f"{part}/abs": len(ORIGINS) for part in PARTS}}
+MAXIMA: dict[str, int] = {
+    "lag": 1,
+    **{f"{part}/abs/{i}": 1 for part in PARTS for i in range(len(ORIGINS))},
+}
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Metrics:
             result["staleness_mean"] = one["lag"] / one["lag_tokens"]
             result["staleness_max"] = maxima["lag"][0]
         for part in PARTS:
-            result |= _part_summaries(part, sums, maxima[f"{part}/abs"], bool(one["lag_tokens"]))
+            result |= _part_summaries(part, sums, maxima, bool(one["lag_tokens"]))
         result |= _mass(one["mass"], sums["mass_removed"])
         if one["lag_tokens"]:
             result |= _origin_shares(sums["origin_fates"])
@@ -171,9 +175,10 @@ def _means(one: Mapping[str, float], sums: Mapping[str, list[float]]) -> dict[st
     if one["measured_tokens"] and (trained := one["trained_tokens"]):
         current, advantage, product = (value / trained for value in sums["covariance"])
         means["logprob_advantage_cov"] = product - current * advantage
-    if live := sums["mismatch/moments"] and sum(sums["mismatch/moments"][: len(ORIGINS)]):
+    origins = range(len(ORIGINS))
+    if live := sum(one[f"mismatch/tokens/{i}"] for i in origins):
         p, p_sq, cross, d_sq = (value / live for value in sums["old_slope"])
-        d = sum(sums["mismatch/moments"][len(ORIGINS) : 2 * len(ORIGINS)]) / live
+        d = sum(sums[f"mismatch/moments/{i}"][0] for i in origins) / live
         spread = math.sqrt(max(p_sq - p * p, 0.0) * max(d_sq - d * d, 0.0))
         if spread > 0:
             means["mismatch_old_correlation"] = (cross - p * d) / spread
@@ -204,26 +209,35 @@ def _origin_shares(fates: list[float]) -> dict[str, float]:
 
 
 def _part_summaries(
-    part: str, sums: Mapping[str, list[float]], largest: list[float], by_origin: bool
+    part: str,
+    sums: Mapping[str, list[float]],
+    maxima: Mapping[str, list[float]],
+    by_origin: bool,
 ) -> dict[str, float]:
-    kinds = len(ORIGINS)
-    moments = [sums[f"{part}/moments"][i * kinds : (i + 1) * kinds] for i in range(len(MOMENTS))]
-    bins = [sums[f"{part}/histogram"][i * BINS : (i + 1) * BINS] for i in range(kinds)]
-    everything = [sum(column) for column in zip(*bins, strict=True)]
-    result = _part_summary(part, "", [sum(row) for row in moments], everything, max(largest))
+    places = range(len(ORIGINS))
+    counts = [sums[f"{part}/tokens/{i}"][0] for i in places]
+    moments = [sums[f"{part}/moments/{i}"] for i in places]
+    bins = [sums[f"{part}/histogram/{i}"] for i in places]
+    largest = [maxima[f"{part}/abs/{i}"][0] for i in places]
+    overall = [[sum(column) for column in zip(*rows, strict=True)] for rows in (moments, bins)]
+    result = _part_summary(part, "", sum(counts), overall[0], overall[1], max(largest))
     if by_origin:
-        for number, origin in enumerate(ORIGINS):
-            own = [row[number] for row in moments]
-            result |= _part_summary(part, f"/{origin}", own, bins[number], largest[number])
+        for i, origin in enumerate(ORIGINS):
+            result |= _part_summary(part, f"/{origin}", counts[i], moments[i], bins[i], largest[i])
     return result
 
 
 def _part_summary(
-    part: str, suffix: str, moments: list[float], histogram: list[float], largest: float
+    part: str,
+    suffix: str,
+    count: float,
+    moments: list[float],
+    histogram: list[float],
+    largest: float,
 ) -> dict[str, float]:
-    count, log, magnitude, excess, excess_sq, k3 = moments
     if not count:
         return {}
+    log, magnitude, excess, excess_sq, k3 = moments
     weight, weight_sq = count + excess, count + 2 * excess + excess_sq
     finite = math.isfinite(weight_sq) and weight_sq > 0
     values = {

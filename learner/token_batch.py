@@ -56,6 +56,21 @@ class TokenBatch:
     """int64[N]: place of the token in its response, from 0. Only reported."""
 
 
+TOKEN_FIELDS = (
+    "sample_index",
+    "mask",
+    "behavior_logprobs",
+    "old_logprobs",
+    "advantages",
+    "reference_logprobs",
+    "entropy",
+    "version_lag",
+    "crossed",
+    "position",
+)
+"""The fields of TokenBatch that hold one value per token."""
+
+
 class BatchCount(Protocol):
     """Anything that counts the whole batch of the run."""
 
@@ -109,9 +124,7 @@ def check_batch(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch) ->
     """Raises ValueError when shapes contradict each other or the config needs what is missing."""
     if batch.mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool, got {batch.mask.dtype}")
-    names = ("sample_index", "mask", "behavior_logprobs", "old_logprobs", "advantages")
-    names += ("reference_logprobs", "entropy", "version_lag", "crossed", "position")
-    for name in names:
+    for name in TOKEN_FIELDS:
         values = getattr(batch, name)
         if values is not None and values.shape != logprobs.shape:
             raise ValueError(
