@@ -33,7 +33,7 @@ class MismatchStatistics:
             of_sample = segment_sum(mismatch, self.sample_index, self._lengths.shape[0])
             if statistic == "geometric":
                 of_sample = of_sample / self._lengths.clamp(min=1)
-            self._by_name[statistic] = of_sample[self.sample_index]
+            self._by_name[statistic] = of_sample.index_select(0, self.sample_index)
         return self._by_name[statistic]
 
     @property
@@ -60,7 +60,7 @@ def rejections(
     if correction.veto is not None:
         bad = live & (statistics["token"] < math.log(correction.veto) - slack)
         index = statistics.sample_index
-        veto = live & segment_any(bad, index, statistics.num_samples)[index]
+        veto = live & segment_any(bad, index, statistics.num_samples).index_select(0, index)
     for interval in correction.keep:
         value = statistics[interval.statistic]
         if interval.low > 0:

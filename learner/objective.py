@@ -69,7 +69,7 @@ class ObjectiveOutput:
     """uint8[N]: TokenFate of each token."""
 
 
-_PART_TOKENS = 1 << 16
+_PART_TOKENS = 1 << 17
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> ObjectiveConfig:
@@ -95,23 +95,27 @@ def evaluate(
     check_batch(config, logprobs, batch)
     with torch.no_grad():
         fixed = logprobs.detach()
-        count = count_batch(batch) if normalizer is None else normalizer
-        scale = -1 / _denominator(config, count, _working_dtype(fixed), fixed.device)
-        parts, tally = [], Tally(fixed.device)
+        scale = -1 / _denominator(config, batch, normalizer, _working_dtype(fixed))
+        tally, values, bonuses = Tally(fixed.device), [], []
+        gradient = torch.empty_like(fixed, dtype=_working_dtype(fixed))
+        fates = torch.empty_like(fixed, dtype=torch.uint8)
         for some in _parts(config, batch):
             part = batch if some is None else _slice(batch, some)
             evaluated = _evaluate_tokens(config, fixed if some is None else fixed[some], part)
             measure(config, part, evaluated, tally, everything=diagnostics)
-            bonus = _held(evaluated, weighted=False) if config.entropy_bonus else None
-            parts.append((evaluated.value, evaluated.slope * scale, evaluated.fates, bonus))
-        values, gradients, fates, bonuses = zip(*parts, strict=True)
+            here = slice(None) if some is None else some
+            torch.mul(evaluated.slope, scale, out=gradient[here])
+            fates[here] = evaluated.fates
+            values.append(evaluated.value)
+            if config.entropy_bonus:
+                bonuses.append(_held(evaluated, weighted=False))
         value = torch.stack(values).sum() * scale
-    loss = _Attached.apply(logprobs, value, torch.cat(gradients))
+    loss = _Attached.apply(logprobs, value, gradient)
     if config.entropy_bonus and batch.entropy is not None:
         factors = torch.cat(bonuses) * (config.entropy_bonus * scale)
         # A zero factor alone would leave the NaN of what is masked.
         loss = loss + (batch.entropy.to(value.dtype).masked_fill(factors == 0, 0.0) * factors).sum()
-    return ObjectiveOutput(loss, tally.metrics(loss.detach()), torch.cat(fates))
+    return ObjectiveOutput(loss, tally.metrics(loss.detach()), fates)
 
 
 def _parts(config: ObjectiveConfig, batch: TokenBatch) -> list[slice | None]:
@@ -119,6 +123,7 @@ def _parts(config: ObjectiveConfig, batch: TokenBatch) -> list[slice | None]:
     use for parts (on a GPU), or samples are not contiguous, or a choice compares all tokens."""
     index = batch.sample_index
     size = len(index)
+    index = index.contiguous()
     if size <= 2 * _PART_TOKENS or index.is_cuda or config.covariance.kind != "none":
         return [None]
     if bool((index[1:] < index[:-1]).any()):
@@ -289,12 +294,17 @@ def _policy_mask(
 
 
 def _denominator(
-    config: ObjectiveConfig, count: BatchCount, dtype: torch.dtype, device: torch.device
+    config: ObjectiveConfig, batch: TokenBatch, whole: BatchCount | None, dtype: torch.dtype
 ) -> Tensor:
     """Z of the whole batch, at least 1."""
-    kind = config.aggregation.kind
-    counted = torch.as_tensor(count.tokens if kind == "token_mean" else count.samples, device=device)
-    if kind == "constant":
+    by_tokens = config.aggregation.kind == "token_mean"
+    if whole is not None:
+        counted = torch.as_tensor(
+            whole.tokens if by_tokens else whole.samples, device=batch.mask.device
+        )
+    else:
+        counted = batch.mask.count_nonzero() if by_tokens else count_batch(batch).samples
+    if config.aggregation.kind == "constant":
         assert config.aggregation.max_tokens is not None
         counted = counted * config.aggregation.max_tokens
     return counted.clamp(min=1).to(dtype)

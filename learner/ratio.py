@@ -40,7 +40,7 @@ def sequence_log_ratio(log_ratio: Tensor, sample_index: Tensor, lengths: Tensor)
     `log_ratio` is 0 outside the data mask; `lengths[S]` counts the mask.
     """
     totals = segment_sum(log_ratio, sample_index, lengths.shape[0])
-    return (totals / lengths.clamp(min=1))[sample_index]
+    return (totals / lengths.clamp(min=1)).index_select(0, sample_index)
 
 
 def through_the_mean(slope: Tensor, sample_index: Tensor, lengths: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def through_the_mean(slope: Tensor, sample_index: Tensor, lengths: Tensor) -> Te
     masked by the data mask.
     """
     totals = segment_sum(slope, sample_index, lengths.shape[0])
-    return (totals / lengths.clamp(min=1))[sample_index]
+    return (totals / lengths.clamp(min=1)).index_select(0, sample_index)
 
 
 def surrogate(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from learner.objective_config import ObjectiveConfig
-from learner.segments import segment_any, segment_sum
+from learner.segments import segment_any, segment_count
 
 
 class TokenFate(IntEnum):
@@ -90,15 +90,15 @@ class Normalizer:
 
 def count_batch(batch: TokenBatch) -> Normalizer:
     """Counts of this batch alone (0-d tensors); sum them over micro-batches and ranks."""
-    present = segment_any(batch.mask, batch.sample_index, batch.num_samples)
-    return Normalizer(tokens=batch.mask.count_nonzero(), samples=present.sum())
+    lengths = segment_count(batch.mask, batch.sample_index, batch.num_samples)
+    return Normalizer(tokens=lengths.sum(), samples=lengths.count_nonzero())
 
 
 def sample_lengths(
     mask: Tensor, sample_index: Tensor, num_samples: int, dtype: torch.dtype
 ) -> Tensor:
     """T_i: tokens in the data mask per sample, [S]."""
-    return segment_sum(mask.to(dtype), sample_index, num_samples)
+    return segment_count(mask, sample_index, num_samples).to(dtype)
 
 
 def fate_counts(fates: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
@@ -116,7 +116,7 @@ def stale_tokens(config: ObjectiveConfig, batch: TokenBatch) -> Tensor | None:
     stale = batch.mask & (batch.version_lag > config.max_staleness)
     if config.per_sequence:
         of_sample = segment_any(stale, batch.sample_index, batch.num_samples)
-        stale = batch.mask & of_sample[batch.sample_index]
+        stale = batch.mask & of_sample.index_select(0, batch.sample_index)
     return stale
 
 
