@@ -18,7 +18,7 @@ from learner.segments import segment_sum
 
 
 def estimate(kind: Literal["k1", "k2", "k3"], log_ratio: Tensor) -> Tensor:
-    """Estimates of KL(π||ρ) in nats per token, from log π - log ρ of tokens sampled by π, [N].
+    """Estimates of the divergence in nats per token, from d of tokens that were sampled by π, [N].
 
     k1 = d, k2 = d² / 2, k3 = exp(-d) - 1 + d: k1 and k3 are unbiased, k3 is never negative.
     """

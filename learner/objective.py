@@ -137,7 +137,7 @@ def _slice(batch: TokenBatch, some: slice) -> TokenBatch:
     """The tokens `some` of contiguous whole samples, as a batch of their own."""
     index = batch.sample_index[some]
     first = int(index[0])
-    values = {
+    values: dict[str, Any] = {
         name: None if (tensor := getattr(batch, name)) is None else tensor[some]
         for name in TOKEN_FIELDS
     }
@@ -155,14 +155,12 @@ class _Attached(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
         return (gradient * upstream).to(ctx.dtype), None, None
 
 
-def _evaluate_tokens(
-    config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch
-) -> Evaluated:
+def _evaluate_tokens(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch) -> Evaluated:
     """What is known per token, with -loss x Z and its slope by c."""
     current = logprobs.to(_working_dtype(logprobs))
     dtype, index = current.dtype, batch.sample_index
@@ -298,12 +296,11 @@ def _denominator(
 ) -> Tensor:
     """Z of the whole batch, at least 1."""
     by_tokens = config.aggregation.kind == "token_mean"
-    if whole is not None:
-        counted = torch.as_tensor(
-            whole.tokens if by_tokens else whole.samples, device=batch.mask.device
-        )
-    else:
-        counted = batch.mask.count_nonzero() if by_tokens else count_batch(batch).samples
+    if whole is None:
+        whole = Normalizer(batch.mask.count_nonzero(), 0) if by_tokens else count_batch(batch)
+    counted = torch.as_tensor(
+        whole.tokens if by_tokens else whole.samples, device=batch.mask.device
+    )
     if config.aggregation.kind == "constant":
         assert config.aggregation.max_tokens is not None
         counted = counted * config.aggregation.max_tokens

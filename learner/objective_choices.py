@@ -34,8 +34,8 @@ class AdvantageConfig(Table):
     def _critic_scales_nothing(self) -> Self:
         if self.baseline == "critic" and self.scale != "none":
             raise ValueError(
-                f"advantage.scale {self.scale!r} is of rewards per sample, and baseline 'critic' has "
-                "advantages per token; set scale to 'none' (critic.whiten normalises them)"
+                f"advantage.scale {self.scale!r} is of rewards per sample, and baseline 'critic' "
+                "has advantages per token; set scale to 'none' (critic.whiten normalises them)"
             )
         return self
 

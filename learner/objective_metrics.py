@@ -268,7 +268,9 @@ def _unpacked(layout: Mapping[str, int], flat: Tensor, start: int = 0) -> dict[s
     return parts
 
 
-def _packed(layout: Mapping[str, int], values: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _packed(
+    layout: Mapping[str, int], values: Mapping[str, Tensor], device: torch.device
+) -> Tensor:
     parts = []
     for name, size in layout.items():
         if name in values:

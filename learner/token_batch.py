@@ -139,11 +139,7 @@ def check_batch(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch) ->
         )
     if config.entropy_bonus and batch.entropy is None:
         raise ValueError("entropy is missing, and entropy_bonus needs it")
-    if (
-        config.needs_reference
-        and config.kl.place == "loss"
-        and batch.reference_logprobs is None
-    ):
+    if config.needs_reference and config.kl.place == "loss" and batch.reference_logprobs is None:
         raise ValueError("reference_logprobs are missing, and kl.coefficient needs them")
     if config.aggregation.kind == "constant" and config.aggregation.max_tokens is None:
         raise ValueError(

@@ -12,6 +12,7 @@ PARTS = {
     "weight-sync": "bench_weight_sync",
     "data-plane": "bench_data_plane",
     "learner": "bench_learner",
+    "objective": "bench_objective",
 }
 """Name → module with `run(quick) -> Figures`."""
 

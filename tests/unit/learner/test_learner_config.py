@@ -1,7 +1,9 @@
 """The objective's presets and the sentences with which the learner's config refuses and warns."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -241,3 +243,20 @@ def test_kl_in_the_reward_needs_old_log_probabilities():
     assert expand("cispo", {"kl": {"coefficient": 0.1, "place": "reward"}}).needs_old
     assert not expand("cispo", {"kl": {"coefficient": 0.1}}).needs_old
     assert expand("cispo", {"covariance": {"kind": "kl"}}).needs_old
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_page_of_presets_has_the_presets_numbers(name):
+    page = (Path(__file__).parents[3] / "docs/presets.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    _, _, advantage, ratio, clip, correction, aggregation, *_ = (c.strip() for c in row.split("|"))
+    config, bounds = expand(name), [float(n) for n in re.findall(r"[\d.]+(?:e-\d+)?", clip)]
+    assert bounds == [config.clip.low, config.clip.high]
+    assert clip.split()[0].strip(",") == config.clip.kind
+    assert correction == PRESETS[name]["correction"]
+    assert aggregation.split(":")[0] == config.aggregation.kind
+    assert ratio.endswith(config.ratio.anchor)
+    assert ratio.startswith(config.ratio.unit)
+    assert advantage.replace("leave one out", "leave_one_out").startswith(
+        config.advantage.baseline.split("_")[0]
+    )

@@ -52,7 +52,7 @@ def expected_gradient(config, policy, behavior, old, reference, advantages=None)
 
 
 def divergence_at_fixed_prefixes(policy, behavior, reference):
-    """Σ over prefixes of b(prefix) KL(π(.|prefix) || ρ(.|prefix))."""
+    """Σ over prefixes of b(prefix) KL(policy(.|prefix) || reference(.|prefix))."""
     own, other = policy.log_softmax(-1), reference.log_softmax(-1)
     per_row = (own.exp() * (own - other)).sum(-1)
     first = behavior.log_softmax(-1)[0].exp()
@@ -106,9 +106,7 @@ def test_estimates_and_what_differentiating_them_would_give():
     own, other = logits.log_softmax(-1), reference.log_softmax(-1)
     weights = own.exp().detach()
     (exact,) = torch.autograd.grad((own.exp() * (own - other)).sum(), logits, retain_graph=True)
-    (reverse,) = torch.autograd.grad(
-        (other.exp() * (other - own)).sum(), logits, retain_graph=True
-    )
+    (reverse,) = torch.autograd.grad((other.exp() * (other - own)).sum(), logits, retain_graph=True)
     true = (weights * (own - other)).sum()
     for kind, gradient in (("k1", 0 * exact), ("k2", exact), ("k3", reverse)):
         estimates = kl.estimate(kind, own - other)
