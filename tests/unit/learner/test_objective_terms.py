@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from learner import kl
+from learner.advantages import group_advantages
 from learner.covariance import token_covariances
 from learner.objective import Normalizer, TokenBatch, count_batch, evaluate, preset
 
@@ -286,3 +287,21 @@ def test_the_choice_of_tokens_does_not_depend_on_their_order(kind):
         200,
     )
     torch.testing.assert_close(gradient_of(config, logprobs[order], moved)[0], whole[order])
+
+
+@pytest.mark.parametrize("kind", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+@pytest.mark.parametrize("scale", ["none", "group_std", "batch_std"])
+def test_equal_rewards_give_no_gradient_under_a_group_baseline(kind, baseline, scale):
+    logprobs, batch = small_batch()
+    overrides = {
+        "advantage": {"baseline": baseline, "scale": scale, "eps": 0.0},
+        "aggregation": {"kind": kind, "max_tokens": 5},
+    }
+    config = preset("grpo", overrides)
+    rewards = torch.tensor([0.1, 0.1, 0.1], dtype=torch.float64)
+    advantages = group_advantages(rewards, torch.zeros(3, dtype=torch.int64), config)
+    equal = replace(batch, advantages=advantages[batch.sample_index])
+    gradient, output = gradient_of(config, logprobs, replace(equal, reference_logprobs=None))
+    assert output.loss.item() == 0.0
+    assert not gradient.any()
