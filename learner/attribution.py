@@ -84,6 +84,11 @@ def diagnose(metrics: Mapping[str, float], dtype: str) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: -finding.excess))
 
 
+def coarser(one: str, other: str) -> str:
+    """The one of two dtypes by which engines usually differ more."""
+    return max(one, other, key=lambda dtype: USUAL_MISMATCH[dtype])
+
+
 def _cause_of_mismatch(metrics: Mapping[str, float], measured: float, usual: float) -> Cause:
     if metrics.get("mismatch_old_slope", 0.0) > _ONE_TO_ONE:
         return Cause.OTHER_TOKENS

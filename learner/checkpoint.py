@@ -10,16 +10,18 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.collective import Collective
 from learner.messages import CheckpointError, LearnerState
-from learner.model import Policy
 from learner.optimizer import Optimizer
 
 COMPLETE = "COMPLETE"
@@ -33,15 +35,24 @@ def staging_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
 
+@dataclass(frozen=True)
+class Part:
+    """A trained module and its optimizer; `prefix` goes before the names of their tensors."""
+
+    prefix: str
+    module: nn.Module
+    optimizer: Optimizer
+
+
 def save_state(
-    staging: Path, policy: Policy, optimizer: Optimizer, ranks: Collective, state: LearnerState
+    staging: Path, parts: Sequence[Part], ranks: Collective, state: LearnerState
 ) -> None:
     """Write everything but the marker into `staging`, which is emptied first. All ranks call."""
     if ranks.rank == 0:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     ranks.barrier()
-    dcp.save(_tensors(policy, optimizer), checkpoint_id=staging / _TENSORS)
+    dcp.save(_tensors(parts), checkpoint_id=staging / _TENSORS)
     torch.save(_random_state(), staging / f"random-{ranks.rank}.pt")
     if ranks.rank == 0:
         content = {
@@ -96,9 +107,7 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def load_state(
-    folder: Path, policy: Policy, optimizer: Optimizer, ranks: Collective
-) -> LearnerState:
+def load_state(folder: Path, parts: Sequence[Part], ranks: Collective) -> LearnerState:
     """Restore weights, optimizer and random state in place. All ranks call; their number may
     differ from when it was saved (random state is then left alone). Raises CheckpointError."""
     if ranks.rank == 0 and not folder.exists():
@@ -109,13 +118,20 @@ def load_state(
     content = json.loads((folder / _STATE).read_text())
     if content["format"] != _FORMAT:
         raise CheckpointError(f"{folder} has format {content['format']}, this reads {_FORMAT}")
-    dcp.load(_tensors(policy, optimizer), checkpoint_id=folder / _TENSORS)
+    try:
+        dcp.load(_tensors(parts), checkpoint_id=folder / _TENSORS)
+    except (RuntimeError, CheckpointException) as error:
+        raise CheckpointError(
+            f"{folder} does not hold this learner: {error}. Resume with the objective and the "
+            "model that it was saved with"
+        ) from error
     if content["ranks"] == ranks.world:
         random = torch.load(folder / f"random-{ranks.rank}.pt", weights_only=True)
         torch.set_rng_state(random["cpu"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(random["cuda"])
-    optimizer.batches = content["batches"]
+    for part in parts:
+        part.optimizer.batches = content["batches"]
     return LearnerState(content["version"], content["batches"], content["extra"])
 
 
@@ -123,13 +139,14 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.replaced")
 
 
-def _tensors(policy: Policy, optimizer: Optimizer) -> dict[str, Tensor]:
+def _tensors(parts: Sequence[Part]) -> dict[str, Tensor]:
     """Everything sharded, by name; loading writes into these very tensors."""
     tensors = {}
-    for name, parameter in policy.model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
-        for key, value in optimizer.state_of(parameter).items():
-            tensors[f"adamw.{name}.{key}"] = value
+    for part in parts:
+        for name, parameter in part.module.named_parameters():
+            tensors[f"{part.prefix}model.{name}"] = parameter.detach()
+            for key, value in part.optimizer.state_of(parameter).items():
+                tensors[f"{part.prefix}adamw.{name}.{key}"] = value
     return tensors
 
 

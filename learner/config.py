@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from learner.model_path import ModelPath
 from learner.objective_config import (
     CORRECTIONS,
     PRESETS,
@@ -35,7 +36,9 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "RatioConfig",
+    "ReferenceConfig",
     "ScheduleConfig",
+    "ValueModelConfig",
     "expand",
 ]
 
@@ -76,6 +79,24 @@ class ScheduleConfig(_Config):
     """Batch steps over which the rate rises linearly from 0."""
 
 
+class ReferenceConfig(_Config):
+    """A frozen policy that the trained one is kept close to; costs one forward pass per batch."""
+
+    path: ModelPath | None = None
+    """The model; the one that training starts from when absent."""
+    offload: bool = False
+    """Keep its weights in host memory between uses; without effect on a CPU."""
+
+
+class ValueModelConfig(_Config):
+    """The critic's model, of objectives whose baseline is one (ppo)."""
+
+    path: ModelPath | None = None
+    """The model whose body it starts from; the one that training starts from when absent."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """AdamW settings of its own."""
+
+
 class LearnerConfig(_Config):
     """One group of FSDP ranks that trains on batches of groups."""
 
@@ -111,6 +132,10 @@ class LearnerConfig(_Config):
     """AdamW settings."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning-rate schedule."""
+    reference: ReferenceConfig | None = None
+    """The reference policy of `objective.kl`; none is loaded when absent."""
+    value_model: ValueModelConfig = ValueModelConfig()
+    """The critic's model; built only where the objective's baseline is a critic."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is optimised: a preset and its overrides."""
 

@@ -6,15 +6,21 @@ configured dtype; dropout is off, so that a scoring pass and a training pass agr
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -25,6 +31,7 @@ from learner.logprobs import token_logprobs, top_logprobs
 from learner.messages import ModelError
 from learner.rows import PackedRow
 
+M = TypeVar("M", bound=nn.Module)
 Head = Callable[[Tensor, Tensor], Any]
 """(hidden [M, E], head weight [V, E]) → tensors."""
 
@@ -39,7 +46,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         # A tuple: the layers are registered in `model` already.
-        self.layers = _decoder_layers(model)
+        self.layers = decoder_layers(model)
 
     def forward(self, row: PackedRow, head: Head) -> Any:
         """head(hidden states at `row.predictors` [M, E], output weight [V, E]).
@@ -95,13 +102,29 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
     Raises ModelError when the folder does not load or needs what packed rows do not offer.
     Each rank loads the whole model into host memory before it keeps its shard.
     """
+    return shard(Policy(load_model(path, torch.float32).eval()), config, mesh)
+
+
+def load_frozen(
+    path: str | Path, config: LearnerConfig, mesh: DeviceMesh, *, offload: bool
+) -> Policy:
+    """As `load_policy`, for a policy that never changes: its shards have the dtype of the forward
+    pass, and stay in host memory with `offload` (on a CPU they are there anyway)."""
+    policy = Policy(load_model(path, getattr(torch, config.param_dtype)).eval())
+    policy.requires_grad_(False)
+    on_host = offload and mesh.device_type != "cpu"
+    return shard(policy, config, mesh, CPUOffloadPolicy() if on_host else None)
+
+
+def load_model(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model in host memory. Raises ModelError."""
     if str(path).count("/") > 1 and not Path(path).is_dir():
         raise ModelError(f"model {path}: there is no such folder")
     try:
         settings = AutoConfig.from_pretrained(path)
         _check_supported(settings)
         model = AutoModelForCausalLM.from_pretrained(
-            path, config=settings, dtype=torch.float32, attn_implementation=ATTENTION
+            path, config=settings, dtype=dtype, attn_implementation=ATTENTION
         )
     except ModelError:
         raise
@@ -109,28 +132,45 @@ def load_policy(path: str | Path, config: LearnerConfig, mesh: DeviceMesh) -> Po
         raise ModelError(f"model {path} does not load: {error}") from error
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ModelError(f"model {path} has a bias on its output head, which is not supported")
-    return shard(Policy(model.eval()), config, mesh)
+    return model
 
 
-def shard(policy: Policy, config: LearnerConfig, mesh: DeviceMesh) -> Policy:
-    """Shard a float32 policy in place: each decoder layer, and the rest as one group."""
+def shard(
+    policy: Policy,
+    config: LearnerConfig,
+    mesh: DeviceMesh,
+    offload: OffloadPolicy | None = None,
+) -> Policy:
+    """Shard a policy in place: each decoder layer, and the rest as one group."""
+    return shard_module(policy, policy.layers, config, mesh, offload)
+
+
+def shard_module(
+    module: M,
+    layers: Sequence[nn.Module],
+    config: LearnerConfig,
+    mesh: DeviceMesh,
+    offload: OffloadPolicy | None = None,
+) -> M:
+    """Shard any module in place: each of its `layers`, and the rest as one group."""
     precision = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.param_dtype),
         reduce_dtype=getattr(torch, config.reduce_dtype),
         cast_forward_inputs=False,
     )
-    for layer in policy.layers:
+    offloading = offload or OffloadPolicy()
+    for layer in layers:
         if config.activation_checkpointing:
             # Inside FSDP's hooks, so that recomputation finds the parameters gathered.
             layer.forward = functools.partial(
                 checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
             )
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offloading)
+    fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
+    return module
 
 
-def _decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """The repeated blocks of a model that is not sharded yet, in order."""
     names = set(model._no_split_modules or ())
     layers = tuple(module for module in model.modules() if type(module).__name__ in names)

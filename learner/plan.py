@@ -21,11 +21,10 @@ from learner.rewards import shaped_rewards
 class BatchPlan:
     """Samples are numbered through the groups of the request, in order.
 
-    advantages float32 [S]; `optimizer_steps` holds one micro-batch plan per optimizer step, over
-    the samples that train; `left_out` maps each other sample to the reason.
+    `optimizer_steps` holds one micro-batch plan per optimizer step, over the samples that train;
+    `left_out` maps each other sample to the reason.
     """
 
-    advantages: np.ndarray
     group_of: np.ndarray
     row_of: np.ndarray
     optimizer_steps: list[Plan]
@@ -43,24 +42,15 @@ def plan_batch(
     ranks: int,
     token_budget: int,
     optimizer_steps: int,
-    max_response_tokens: int,
 ) -> BatchPlan:
-    """Plan one batch. Statistics are of all scored samples; masking comes after them."""
+    """Plan one batch."""
     groups = request.groups
     sizes = [len(group.sample_ids) for group in groups]
     group_of = np.repeat(np.arange(len(groups)), sizes)
     lengths = _column([group.response_tokens for group in groups], np.int64)
     ok = _column([group.ok for group in groups], np.bool_)
     truncated = _column([group.truncated for group in groups], np.bool_)
-    rewards = shaped_rewards(
-        [reward for group in groups for reward in group.rewards],
-        lengths,
-        [FinishReason.LENGTH if cut else FinishReason.STOP for cut in truncated],
-        objective,
-        max_response_tokens,
-    )
     ids, valid = torch.from_numpy(group_of), torch.from_numpy(ok)
-    advantages = group_advantages(torch.from_numpy(rewards), ids, objective, valid)
     trainable = trainable_samples(ids, valid, objective).numpy()
     left_out = {}
     for index in range(len(ok)):
@@ -79,12 +69,48 @@ def plan_batch(
         for share in np.array_split(np.arange(len(groups)), optimizer_steps)
     ]
     return BatchPlan(
-        advantages.to(torch.float32).numpy(),
         group_of,
         np.concatenate([np.zeros(0, np.int64), *(np.arange(size) for size in sizes)]),
         plans,
         left_out,
     )
+
+
+def batch_rewards(
+    request: StepRequest, objective: ObjectiveConfig, max_response_tokens: int
+) -> np.ndarray:
+    """float64 [S]: rewards after over-long shaping; NaN without an ok verdict."""
+    groups = request.groups
+    truncated = [cut for group in groups for cut in group.truncated]
+    return shaped_rewards(
+        [reward for group in groups for reward in group.rewards],
+        _column([group.response_tokens for group in groups], np.int64),
+        [FinishReason.LENGTH if cut else FinishReason.STOP for cut in truncated],
+        objective,
+        max_response_tokens,
+    )
+
+
+def sample_advantages(
+    request: StepRequest,
+    objective: ObjectiveConfig,
+    max_response_tokens: int,
+    penalties: np.ndarray | None = None,
+) -> np.ndarray:
+    """float32 [S]: one advantage per sample, from rewards plus `penalties` (float64 [S]).
+
+    Statistics are of all scored samples; what is left out of training is left out after them.
+    """
+    groups = request.groups
+    rewards = batch_rewards(request, objective, max_response_tokens)
+    if penalties is not None:
+        rewards = rewards + penalties
+    ids = np.repeat(np.arange(len(groups)), [len(group.sample_ids) for group in groups])
+    ok = _column([group.ok for group in groups], np.bool_)
+    advantages = group_advantages(
+        torch.from_numpy(rewards), torch.from_numpy(ids), objective, torch.from_numpy(ok)
+    )
+    return advantages.to(torch.float32).numpy()
 
 
 def left_out_fates(request: StepRequest, plan: BatchPlan) -> list[SampleFate]:

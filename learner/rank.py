@@ -11,16 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed import TCPStore
+from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils.logging import disable_progress_bar
 
 from learner import checkpoint
 from learner.batch import StepRequest, StepResult
+from learner.batch_scoring import BatchScorer
 from learner.collective import join, open_store
+from learner.critic import Critic
 from learner.export import export_hf
 from learner.messages import LearnerSpec, LearnerState, ProbeRequest, ProbeScores, Publication
 from learner.model import load_policy
 from learner.optimizer import Optimizer
 from learner.publisher import PublicationBuilder, iter_chunks
+from learner.reference import Reference
 from learner.rows import read_rows
 from learner.scoring import Scorer
 from learner.step import Fetch, Trainer
@@ -36,6 +40,7 @@ class LearnerRank:
         self._world = world
         self._fetch = fetch
         self._meeting: TCPStore | None = None
+        self._critic: Critic | None = None
         self.version = 0
         torch.set_num_threads(spec.config.threads)
         torch.manual_seed(spec.seed)
@@ -76,13 +81,40 @@ class LearnerRank:
             self._policy,
             self._optimizer,
             self._store,
-            self._scorer,
+            self._batch_scorer(mesh),
+            self._critic,
             self._ranks,
             config=config,
             objective=spec.objective,
-            max_response_tokens=spec.max_response_tokens,
             fetch=self._fetch,
         )
+
+    def _batch_scorer(self, mesh: DeviceMesh) -> BatchScorer:
+        """With a reference policy and a critic where the objective needs them."""
+        spec, config, ranks = self._spec, self._spec.config, self._ranks
+        reference = None
+        if config.reference is not None and spec.objective.kl.coefficient:
+            reference = Reference(spec.model, config.reference, config, mesh, self._scorer, ranks)
+        if spec.objective.needs_critic:
+            path = config.value_model.path or spec.model
+            self._critic = Critic(path, config.value_model, config, mesh, ranks, spec.total_steps)
+        return BatchScorer(
+            self._policy,
+            self._store,
+            self._scorer,
+            ranks,
+            config=config,
+            reference=reference,
+            critic=self._critic,
+            max_response_tokens=spec.max_response_tokens,
+        )
+
+    def _parts(self) -> list[checkpoint.Part]:
+        """What a checkpoint holds; the critic's tensors have names of their own."""
+        parts = [checkpoint.Part("", self._policy.model, self._optimizer)]
+        if self._critic is not None:
+            parts.append(checkpoint.Part("critic.", self._critic.model, self._critic.optimizer))
+        return parts
 
     def step(self, request: StepRequest) -> StepResult:
         """Train on one batch, see `Trainer.step`."""
@@ -125,13 +157,13 @@ class LearnerRank:
         """As `save`, but leaves the checkpoint in its staging folder, for others to add to."""
         staging = checkpoint.staging_folder(Path(folder))
         state = LearnerState(self.version, self._optimizer.batches, extra)
-        checkpoint.save_state(staging, self._policy, self._optimizer, self._ranks, state)
+        checkpoint.save_state(staging, self._parts(), self._ranks, state)
         if export:
             self.export(str(staging / "hf"))
 
     def load(self, folder: str) -> LearnerState:
         """Continue from a checkpoint; kept versions are forgotten."""
-        state = checkpoint.load_state(Path(folder), self._policy, self._optimizer, self._ranks)
+        state = checkpoint.load_state(Path(folder), self._parts(), self._ranks)
         self._store.forget()
         self.version = state.version
         return state

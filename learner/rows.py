@@ -6,6 +6,7 @@ into the packed row, and never re-tokenised, rounded or reordered within a sampl
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
@@ -37,6 +38,18 @@ class Rows:
     @property
     def response_lengths(self) -> np.ndarray:
         return np.diff(self.response_starts)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """int64, flat over response tokens: the place of each in its response, from 0."""
+        return ragged_index(np.zeros(len(self.response_lengths), np.int64), self.response_lengths)
+
+    @cached_property
+    def crossed(self) -> np.ndarray:
+        """bool, flat over response tokens: sampled after an update in mid-generation, and so with
+        keys and values of an older version in the cache."""
+        first = np.repeat(self.response_starts[:-1], self.response_lengths)
+        return self.versions != self.versions[first]
 
 
 def read_rows(batches: Sequence[pa.RecordBatch]) -> Rows:

@@ -4,7 +4,7 @@ All ranks call these together, each with its own samples; a rank that has fewer 
 another takes part with empty ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -60,6 +60,15 @@ class Scorer:
                     scores[index[chosen]] = values[chosen]
         return scores
 
+    def of_policy(self, policy: Policy, rows: Rows, samples: np.ndarray) -> np.ndarray:
+        """float32 over the response tokens of all `rows`: those of `samples` under the present
+        weights of `policy`, whichever it is; NaN elsewhere."""
+        scores = np.full(len(rows.behavior), np.nan, np.float32)
+        with policy.scoring():
+            for row, index in micro_batches(rows, samples, self._token_budget, self._ranks):
+                scores[index] = policy.logprobs(row, self._chunk_tokens)[0].float().cpu().numpy()
+        return scores
+
     def everything(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities of all response tokens of `rows` under the current weights, float32:
         at the sampling temperature, and at temperature 1. All ranks pass the same rows."""
@@ -95,6 +104,17 @@ class Scorer:
 
     def _logprobs(self, row: PackedRow) -> np.ndarray:
         return self._policy.logprobs(row, self._chunk_tokens)[0].float().cpu().numpy()
+
+
+def micro_batches(
+    rows: Rows, samples: np.ndarray, token_budget: int, ranks: Collective
+) -> Iterator[tuple[PackedRow, np.ndarray]]:
+    """The responses of `samples` in packed rows with their flat response indices: as many rows on
+    every rank, empty ones where this rank has fewer."""
+    job = _Job(rows, samples[rows.response_lengths[samples] > 0], None, token_budget)
+    count = ranks.max(torch.tensor([len(job)], device=ranks.device))
+    for number in range(int(count)):
+        yield job.pack(number, ranks.device)
 
 
 class _Job:

@@ -16,16 +16,18 @@ from torch import Tensor
 
 from actors import trajectory
 from learner.batch import GroupEntry, SampleFate, StepRequest, StepResult
+from learner.batch_scoring import BatchScorer, Scored, as_tensor
 from learner.collective import Collective
 from learner.config import LearnerConfig
+from learner.critic import Critic
 from learner.model import Policy
 from learner.objective import Normalizer, TokenBatch, TokenFate, evaluate, fate_counts
 from learner.objective_config import ObjectiveConfig
 from learner.objective_metrics import Metrics
 from learner.optimizer import Optimizer
+from learner.outcomes import outcome_summary
 from learner.plan import BatchPlan, left_out_fates, plan_batch
-from learner.rows import Rows, dummy_row, pack, read_rows, response_index
-from learner.scoring import Scorer
+from learner.rows import PackedRow, Rows, dummy_row, pack, read_rows, response_index
 from learner.versions import VersionStore
 
 Fetch = Callable[[Sequence[Any]], Sequence[pa.RecordBatch]]
@@ -36,14 +38,12 @@ _REASONS = {fate: fate.name.lower() for fate in TokenFate} | {TokenFate.OUTSIDE:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """This rank's part of a batch. `row_of` maps a sample's number in the batch to its row; `lags`
-    int64 and `old` float32 (None: not needed) are flat over the rows' response tokens."""
+    """This rank's part of a batch. `row_of` maps a sample's number in the batch to its row."""
 
     plan: BatchPlan
     rows: Rows
     row_of: dict[int, int]
-    lags: np.ndarray
-    old: np.ndarray | None
+    scored: Scored
     counts: list[Normalizer]
 
 
@@ -57,6 +57,8 @@ class _Tally:
     input_tokens: int = 0
     attention_slots: int = 0
     norms: list[float] = field(default_factory=list)
+    value_losses: list[float] = field(default_factory=list)
+    value_norms: list[float] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -67,6 +69,7 @@ class _Part:
     metrics: Metrics
     lags: Tensor
     loss: Tensor
+    value_loss: Tensor
     fates: list[tuple[np.ndarray, Tensor]] = field(default_factory=list)
 
 
@@ -78,12 +81,12 @@ class Trainer:
         policy: Policy,
         optimizer: Optimizer,
         store: VersionStore,
-        scorer: Scorer,
+        scorer: BatchScorer,
+        critic: Critic | None,
         ranks: Collective,
         *,
         config: LearnerConfig,
         objective: ObjectiveConfig,
-        max_response_tokens: int,
         fetch: Fetch,
     ) -> None:
         if objective.max_staleness is None:
@@ -92,10 +95,10 @@ class Trainer:
         self._optimizer = optimizer
         self._store = store
         self._scorer = scorer
+        self._critic = critic
         self._ranks = ranks
         self._config = config
         self._objective = objective
-        self._max_response_tokens = max_response_tokens
         self._fetch = fetch
 
     def step(self, request: StepRequest) -> StepResult:
@@ -113,15 +116,15 @@ class Trainer:
             ranks=self._ranks.world,
             token_budget=self._config.token_budget,
             optimizer_steps=self._config.optimizer_steps_per_batch,
-            max_response_tokens=self._max_response_tokens,
         )
         rows, row_of, counts = self._gather_work(request, plan)
         fetched = clock()
-        own = np.array(sorted(row_of.values()), np.int64)
-        old, lags = self._old_logprobs(rows, own, request.version)
+        known = self._scorer.score(request, plan, rows, row_of, self._objective)
         scored = clock()
-        work = _Work(plan, rows, row_of, lags, old, counts)
+        work = _Work(plan, rows, row_of, known, counts)
         lr = self._optimizer.begin_batch()
+        if self._critic is not None:
+            self._critic.optimizer.begin_batch()
         tally = _Tally(*self._zero_counts())
         for number in range(len(plan.optimizer_steps)):
             self._optimizer_step(work, number, request.version, tally)
@@ -132,7 +135,8 @@ class Trainer:
             "score_s": scored - fetched,
             "train_s": clock() - scored,
         }
-        return self._result(request.version, tally, seconds, lr)
+        result = self._result(request.version, tally, seconds, lr)
+        return replace(result, metrics=result.metrics | outcome_summary(request.groups))
 
     @property
     def _max_staleness(self) -> int:
@@ -192,40 +196,32 @@ class Trainer:
             counts += [per_row[own].sum(), (per_row[own] > 0).sum()]
         return np.array(counts, np.float64)
 
-    def _old_logprobs(
-        self, rows: Rows, own: np.ndarray, current: int
-    ) -> tuple[np.ndarray | None, np.ndarray]:
-        """p and lag of each response token of the rows `own`; others of `rows`, which came along
-        in their groups, are not scored. NaN where p is the current log-probability itself; a
-        token whose version is no longer kept gets a lag that makes it stale."""
-        lags = current - rows.versions
-        if not self._objective.needs_old:
-            return None, lags
-        several = self._config.optimizer_steps_per_batch > 1
-        if self._objective.ratio.anchor == "step_start":
-            rows = replace(rows, versions=np.full_like(rows.versions, current))
-            versions = [current] if several else []
-            return self._scorer.by_version(rows, own, current, versions), lags
-        kept = [v for v in self._store.versions if v >= current - self._max_staleness]
-        old = self._scorer.by_version(rows, own, current, kept + [current] * several)
-        unknown = np.isnan(old) & (lags > 0)
-        return old, np.where(unknown, np.maximum(lags, self._max_staleness + 1), lags)
-
     def _optimizer_step(self, work: _Work, number: int, version: int, tally: _Tally) -> None:
-        part = _Part(*self._zero_counts(), torch.zeros((), device=self._ranks.device))
+        nothing = torch.zeros((), device=self._ranks.device)
+        part = _Part(*self._zero_counts(), nothing, nothing.clone())
         for samples in work.plan.optimizer_steps[number][self._ranks.rank]:
             rows = np.array([work.row_of[index] for index in samples], np.int64)
             self._micro_batch(work, np.array(samples, np.int64), rows, number, part, tally)
         trained = part.metrics.total("trained_tokens")
         norm, tokens, finite = self._optimizer.total_norm(part.loss, trained)
+        value_norm = 0.0
+        if self._critic is not None:
+            value_norm, _, sound = self._critic.optimizer.total_norm(part.value_loss, trained)
+            finite = finite and sound
         reason = "non-finite" if not finite else "" if tokens and norm else "empty"
         if reason:
             self._optimizer.discard()
+            if self._critic is not None:
+                self._critic.optimizer.discard()
             tally.skipped.append(reason)
         else:
             self._store.keep(version)
             self._optimizer.apply(norm)
             tally.norms.append(norm)
+            if self._critic is not None:
+                self._critic.optimizer.apply(value_norm)
+                tally.value_losses.append(self._ranks.sum(part.value_loss).item())
+                tally.value_norms.append(value_norm)
             tally.lags += part.lags
         if finite:
             tally.metrics += part.metrics
@@ -248,35 +244,53 @@ class Trainer:
         if not len(samples):
             logprobs, _ = self._policy.logprobs(dummy_row(device), chunk)
             logprobs.sum().backward()
+            if self._critic is not None:
+                self._critic.take_part()
             return
         row = pack(work.rows, members, device)
         index = response_index(work.rows, members)
         logprobs, entropy = self._policy.logprobs(row, chunk)
-        old = None
-        if work.old is not None:
-            scored = torch.from_numpy(work.old[index]).to(device)
-            old = torch.where(torch.isnan(scored), logprobs.detach(), scored)
-        lag = torch.from_numpy(work.lags[index]).to(device)
-        batch = TokenBatch(
-            sample_index=row.sample_index,
-            mask=torch.from_numpy(work.rows.mask[index]).to(device),
-            behavior_logprobs=torch.from_numpy(work.rows.behavior[index]).to(device),
-            old_logprobs=old,
-            advantages=torch.from_numpy(work.plan.advantages[samples]).to(device)[row.sample_index],
-            num_samples=row.num_samples,
-            entropy=entropy if self._objective.entropy_bonus else entropy.detach(),
-            version_lag=lag,
-        )
+        batch = self._token_batch(work, index, row, logprobs, entropy)
         output = evaluate(self._objective, logprobs, batch, work.counts[number])
         # FSDP averages gradients over ranks; the loss is a share of one sum.
         (output.loss * self._ranks.world).backward()
         part.loss += output.loss.detach()
         part.metrics += output.metrics
         trained = output.fates == int(TokenFate.TRAINED)
-        part.lags += torch.bincount(lag[trained], minlength=len(part.lags))
+        lags = as_tensor(work.scored.lags, index, device)[trained]
+        part.lags += torch.bincount(lags, minlength=len(part.lags))
         part.fates.append((members, fate_counts(output.fates, row.sample_index, row.num_samples)))
         tally.input_tokens += len(row.input_ids)
         tally.attention_slots += row.packing.slot_count
+        if self._critic is not None:
+            part.value_loss += self._critic.learn(
+                row, index, work.scored.credit, batch.mask, self._objective, work.counts[number]
+            )
+
+    def _token_batch(
+        self, work: _Work, index: np.ndarray, row: PackedRow, logprobs: Tensor, entropy: Tensor
+    ) -> TokenBatch:
+        """What the objective is told about the tokens of one packed row."""
+        scored, rows, device = work.scored, work.rows, self._ranks.device
+        old = reference = None
+        if scored.old is not None:
+            known = as_tensor(scored.old, index, device)
+            old = torch.where(torch.isnan(known), logprobs.detach(), known)
+        if scored.reference is not None:
+            reference = as_tensor(scored.reference, index, device)
+        return TokenBatch(
+            sample_index=row.sample_index,
+            mask=as_tensor(rows.mask, index, device),
+            behavior_logprobs=as_tensor(rows.behavior, index, device),
+            old_logprobs=old,
+            reference_logprobs=reference,
+            advantages=as_tensor(scored.credit.advantages, index, device),
+            num_samples=row.num_samples,
+            entropy=entropy if self._objective.entropy_bonus else entropy.detach(),
+            version_lag=as_tensor(scored.lags, index, device),
+            crossed=as_tensor(rows.crossed, index, device),
+            position=as_tensor(rows.positions, index, device),
+        )
 
     def _zero_counts(self) -> tuple[Metrics, Tensor]:
         device = self._ranks.device
@@ -296,6 +310,9 @@ class Trainer:
         if applied:
             metrics["grad_norm"] = sum(tally.norms) / applied
             metrics["loss"] /= applied
+        if tally.value_norms:
+            metrics["value_loss"] = sum(tally.value_losses) / applied
+            metrics["value_grad_norm"] = sum(tally.value_norms) / applied
         reason = "" if applied else max(tally.skipped)
         return StepResult(
             bool(applied), version + bool(applied), reason, metrics, tuple(tally.fates)

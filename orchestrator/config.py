@@ -132,6 +132,8 @@ def _objective(config: RunConfig) -> ObjectiveConfig:
         max_staleness=config.max_staleness,
         max_response_tokens=config.rollout.sampling.max_tokens,
         samples_per_group=config.rollout.samples_per_group,
+        has_reference=config.learner.reference is not None,
+        has_critic=True,
     )
 
 

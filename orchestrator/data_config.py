@@ -9,23 +9,16 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationInfo,
 )
 
-from orchestrator.config_base import InputPath, Table, against_folder
-
-
-def _model_path(path: str, info: ValidationInfo) -> str:
-    """A folder if one is there or the text can only be one; otherwise a model-hub name, kept."""
-    folder = against_folder(Path(path), info)
-    explicit = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1
-    return str(folder) if explicit or folder.is_dir() else path
+from learner.model_path import ModelPath
+from orchestrator.config_base import InputPath, Table
 
 
 class ModelConfig(Table):
     """The model that is trained."""
 
-    path: Annotated[str, AfterValidator(_model_path), Field(min_length=1)]
+    path: ModelPath
     """Folder in Hugging Face layout, relative to this file, or a model-hub name."""
 
     @property

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from learner.attribution import coarser, diagnose
 from learner.group import LearnerGroup
 from orchestrator.autoscaler import Load
 from orchestrator.bottleneck import Phase
@@ -191,7 +192,10 @@ class LiveRun:
         return self.state is RunState.TRAINING and not self._paused()
 
     def _warnings(self) -> list[str]:
-        found = []
+        config, found = self.parts.config, []
+        if (step := self.parts.reporter.last_step) is not None:
+            dtype = coarser(config.rollout.engine.dtype, config.learner.param_dtype)
+            found += [finding.sentence for finding in diagnose(step.learner, dtype)]
         for fleet in (self.parts.rollout, self.parts.verifiers):
             able, quarantined = fleet.count(WorkerState.READY), WorkerState.QUARANTINED
             if self.state is RunState.TRAINING and able < fleet.target:

