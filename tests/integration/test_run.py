@@ -188,3 +188,14 @@ def test_a_wrong_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
     )
     assert answer.returncode == 2
     assert "learner.optimiser" in answer.stderr and "optimizer" in answer.stderr
+
+
+def test_ppo_with_a_critic_and_a_reference_runs_in_the_loop(tmp_path: Path) -> None:
+    objective = '{ preset = "ppo", kl = { coefficient = 0.01, place = "reward" } }'
+    options = ["--steps", "3", "--learner.objective", objective, "--learner.reference", "{}"]
+    run = LiveRun(QUICKSTART, tmp_path, [*options, *FAST])
+    assert run.wait() == 0, run.output
+    steps = run.steps()
+    assert all(step["learner"]["value_grad_norm"] > 0 for step in steps)
+    assert abs(steps[0]["learner"]["kl"]) < 1e-5
+    assert run.summary()["ledger"]["balanced"]
