@@ -126,7 +126,7 @@ def plant(workers: int, need: float, saturation: float, noise: float) -> Load:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     need=st.floats(0.3, 9.0),
     first=st.integers(1, 8),

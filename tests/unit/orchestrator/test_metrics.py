@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from steering_double import STATUS
 
@@ -47,11 +48,11 @@ def metrics() -> Iterator[Metrics]:
 
 
 def scrape(metrics: Metrics) -> Series:
-    """All series, read over HTTP as Prometheus does."""
-    address = metrics.serve("127.0.0.1", 0)
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    metrics.close()
+    """All series, as the endpoint writes them."""
+    return series_in(generate_latest(metrics.registry).decode())
+
+
+def series_in(text: str) -> Series:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -198,6 +199,13 @@ def test_syncs_are_counted_by_outcome_and_timed_by_stage(metrics: Metrics) -> No
     assert value(after, "sync_seconds_sum", stage="load") == 0.6
     assert value(after, "published_bytes_total") == 1000
     assert value(after, "parity_max_abs") == 0.5
+
+
+def test_the_endpoint_serves_what_the_registry_holds(metrics: Metrics) -> None:
+    metrics.observe_step(record())
+    address = metrics.serve("127.0.0.1", 0)
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        assert series_in(answer.read().decode()) == scrape(metrics)
 
 
 def test_a_taken_port_is_an_error_with_advice(metrics: Metrics) -> None:

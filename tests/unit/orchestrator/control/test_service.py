@@ -20,6 +20,9 @@ from orchestrator.control.interceptors import Guard
 from orchestrator.errors import RunError
 from orchestrator.steering import Activity, Role
 
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16)]
+"""A caller that lets no more than this lie unread; gRPC would take megabytes off its own bat."""
+
 
 def refused(call: Any, request: Any, **options: Any) -> tuple[StatusCode, str]:
     with pytest.raises(grpc.RpcError) as raised:
@@ -238,7 +241,7 @@ def test_a_watcher_that_does_not_read_is_let_go(tmp_path: Path) -> None:
     with live(tmp_path, watchers=1, guard=Guard(response_timeout_s=0.3)) as run:
         run.steering.snapshot = replace(STATUS, model="x" * (8 << 20))
         ask = pb.WatchRequest(min_interval_s=0.1)
-        with grpc.insecure_channel(run.endpoint.address) as channel:
+        with grpc.insecure_channel(run.endpoint.address, SMALL_WINDOW) as channel:
             path = "/slipstream.v1.ControlService/Watch"
             deaf = channel.unary_stream(path)(ask.SerializeToString(), metadata=run.metadata)
             deaf.initial_metadata()
@@ -250,7 +253,7 @@ def test_callers_that_do_not_read_hold_no_places(tmp_path: Path) -> None:
     with live(tmp_path, guard=Guard(response_timeout_s=0.3, calls=2)) as run:
         run.steering.snapshot = replace(STATUS, model="x" * (8 << 20))
         ask = pb.WatchRequest(min_interval_s=0.1)
-        with grpc.insecure_channel(run.endpoint.address) as channel:
+        with grpc.insecure_channel(run.endpoint.address, SMALL_WINDOW) as channel:
             call = channel.unary_stream("/slipstream.v1.ControlService/Watch")
             deaf = [call(ask.SerializeToString(), metadata=run.metadata) for _ in range(2)]
             for caller in deaf:
