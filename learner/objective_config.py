@@ -190,7 +190,7 @@ class ObjectiveConfig(Table):
         if self.needs_reference and not has_reference:
             return (
                 f"objective.kl.coefficient {self.kl.coefficient:g} needs a reference model, which "
-                "this run does not have; set it to 0"
+                "this run does not have; add the table [learner.reference], or set it to 0"
             )
         if self.advantage.per_group and samples_per_group < 2:
             return (

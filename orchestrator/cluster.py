@@ -25,6 +25,7 @@ from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
+from orchestrator.joining import join
 from orchestrator.operation_config import NODE_HOST
 from orchestrator.store import TrajectoryStore
 from verifiers.worker import VerifierWorker
@@ -44,7 +45,7 @@ def connect(config: RunConfig) -> RunConfig:
     resources.
     """
     if is_shared():
-        _join(os.environ["RAY_ADDRESS"])
+        join(os.environ["RAY_ADDRESS"])
     else:
         config = _without_cpu_reservations(config)
         _start_local(os.cpu_count() or 1)
@@ -66,16 +67,6 @@ def _without_cpu_reservations(config: RunConfig) -> RunConfig:
             "learner": config.learner.model_copy(update=none),
         }
     )
-
-
-def _join(address: str) -> None:
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:
-        raise RunError(
-            f"cannot connect to the Ray cluster at RAY_ADDRESS={address}: {error}. "
-            "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
-        ) from error
 
 
 def _start_local(cpus: int) -> None:

@@ -1,7 +1,6 @@
 """Finding the control service of a run: by its directory, its address, or its Ray cluster."""
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from orchestrator.control.endpoint import (
     Endpoint,
 )
 from orchestrator.errors import RunError, UsageError
+from orchestrator.joining import join
 from orchestrator.run_directory import LATEST, RunDirectory
 
 RUNS_FOLDER = Path("runs")
@@ -74,20 +74,9 @@ def by_address(address: str, tls_ca: str | None = None) -> Endpoint:
 
 def by_ray(address: str, run: str | None) -> Endpoint:
     """The service of a run on the Ray cluster at `address`; without `run`, the only one there."""
+    join(address, namespace=RAY_NAMESPACE)
     import ray
 
-    try:
-        ray.init(
-            address=address,
-            namespace=RAY_NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    except Exception as error:
-        raise RunError(
-            f"cannot connect to the Ray cluster at {address}: {' '.join(str(error).split())}. "
-            "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
-        ) from error
     try:
         return _ask_actor(ray, address, run)
     finally:

@@ -7,6 +7,7 @@ import pytest
 from orchestrator.calls import DeadlineExceeded, plain, within
 from orchestrator.errors import RunError
 from orchestrator.loops import LoopEnded, beside
+from orchestrator.joining import join
 from orchestrator.restarts import RestartBudget
 from orchestrator.signal import Signal
 
@@ -114,3 +115,9 @@ def test_the_script_ends_the_loops() -> None:
         return await beside(script, {"feeding": endless()}), stopped.is_set()
 
     assert asyncio.run(main()) == ("done", True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "no-such-host.invalid:2"])
+def test_a_cluster_that_is_not_there_is_told_at_once(address: str) -> None:
+    with pytest.raises(RunError, match=rf"cannot reach the Ray cluster at {address}"):
+        join(address)
