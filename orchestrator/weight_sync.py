@@ -143,7 +143,8 @@ class WeightSync:
         try:
             report = await self._load(worker.actor, worker.name, manifest)
         except (RayError, DeadlineExceeded) as error:
-            self._reporter.sync_failed()
+            if worker.state is not WorkerState.DEAD:  # else it was ended while it loaded
+                self._reporter.sync_failed()
             cause = f"weight sync failed: {root_cause(error)}"
             self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
         else:

@@ -1,6 +1,6 @@
 """The learner group on real Ray actors and gloo: gradients, versions, weights, checkpoints, death.
 
-Three groups of 1, 2 and 3 ranks serve the whole module.
+Four groups, of 1 to 4 ranks, serve the whole module.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def groups(cluster, model: Path):
-    made = {ranks: LearnerGroup(spec(model, ranks)) for ranks in (1, 2, 3)}
+    made = {ranks: LearnerGroup(spec(model, ranks)) for ranks in (1, 2, 3, 4)}
 
     async def start() -> None:
         await asyncio.gather(*(group.start() for group in made.values()))
@@ -105,7 +105,7 @@ def test_ranks_share_one_gradient(groups, origin: Path) -> None:
         after = weights_of(group)
         moves[ranks] = torch.cat([(after[name] - before[name]).flatten() for name in before])
     assert moves[1].norm() > 0.1
-    for ranks in (2, 3):
+    for ranks in (2, 3, 4):
         assert (moves[ranks] - moves[1]).norm() < 1e-5 * moves[1].norm()
         for name, value in results[1].metrics.items():
             if not name.endswith("_s") and name != "attention_slots":
