@@ -80,17 +80,27 @@ class Pipeline:
         self._interrupted = False
         self._before: EvaluationResult | None = None
         self._script: asyncio.Task[Outcome] | None = None
-        self.changed = changed = Signal()
-        self.flow = Flow(config, tasks.train, changed)
+        self.changed = Signal()
+        self.flow = Flow(config, tasks.train, self.changed)
         self._store = cluster.create_store(directory.logs)
         self._learner = LearnerGroup(_learner_spec(config, directory))
         self._rollout = self._rollout_fleet(meta, directory)
         self._verifiers = self._verifier_fleet(directory)
+        self._wire_groups()
+        self._wire_training(directory)
+        self.live = LiveRun(self._parts(directory))
+        reporter.observe(
+            self.flow, self._rollout, self._verifiers, self._verification, self.live.status
+        )
+
+    def _wire_groups(self) -> None:
+        """What makes groups ready: weights for the engines, generation, scoring; and evaluation."""
+        config, changed, reporter = self._config, self.changed, self._reporter
         self._sync = WeightSync(
             self._learner,
             self._rollout,
             config.rollout,
-            probe_prefixes=probe_prefixes(tasks.held_out, config.rollout.probe),
+            probe_prefixes=probe_prefixes(self._held_out, config.rollout.probe),
             learner_dtype=config.learner.param_dtype,
             changed=changed,
             reporter=reporter,
@@ -113,12 +123,15 @@ class Pipeline:
             on_attempt=reporter.attempted,
         )
         self._evaluation = Evaluation(
-            tasks.held_out,
+            self._held_out,
             config.evaluation,
             self._rollout,
             self._verification,
             changed,
         )
+
+    def _wire_training(self, directory: RunDirectory) -> None:
+        config, reporter = self._config, self._reporter
         self._checkpointing = Checkpointing(
             config.checkpoint, directory, self._learner, self.flow, reporter
         )
@@ -130,25 +143,22 @@ class Pipeline:
             steps=config.steps,
             after_step=self._after_step,
         )
-        self.live = LiveRun(
-            Parts(
-                config=config,
-                directory=directory,
-                flow=self.flow,
-                learner=self._learner,
-                rollout=self._rollout,
-                verifiers=self._verifiers,
-                sync=self._sync,
-                generation=self._generation,
-                verification=self._verification,
-                training=self._training,
-                checkpointing=self._checkpointing,
-                reporter=reporter,
-                evaluate=self._evaluate,
-            )
-        )
-        reporter.observe(
-            self.flow, self._rollout, self._verifiers, self._verification, self.live.status
+
+    def _parts(self, directory: RunDirectory) -> Parts:
+        return Parts(
+            config=self._config,
+            directory=directory,
+            flow=self.flow,
+            learner=self._learner,
+            rollout=self._rollout,
+            verifiers=self._verifiers,
+            sync=self._sync,
+            generation=self._generation,
+            verification=self._verification,
+            training=self._training,
+            checkpointing=self._checkpointing,
+            reporter=self._reporter,
+            evaluate=self._evaluate,
         )
 
     def _rollout_fleet(self, meta: TrajectoryMeta, directory: RunDirectory) -> Fleet:

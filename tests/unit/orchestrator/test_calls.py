@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.calls import DeadlineExceeded, plain, within
 from orchestrator.errors import RunError
-from orchestrator.loops import LoopEnded, beside
 from orchestrator.joining import join
+from orchestrator.loops import LoopEnded, beside
 from orchestrator.restarts import RestartBudget
 from orchestrator.signal import Signal
 
