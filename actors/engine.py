@@ -222,8 +222,7 @@ class Engine:
         llm = self._running
         self.paused = True
         try:
-            start = self._paused_at = time.perf_counter()
-            self.pause_to_token_s = None
+            start = time.perf_counter()
             await llm.pause_generation(mode="keep", clear_cache=False)
             await self._restart_requests(everything=label.lineage != self.label.lineage)
             paused = time.perf_counter()
@@ -233,6 +232,9 @@ class Engine:
             await llm.finish_weight_update(str(label))
             loaded = time.perf_counter()
             self.label = label
+            # Without a request in flight no token was kept waiting.
+            self._paused_at = start if self._in_flight else 0.0
+            self.pause_to_token_s = None
             await llm.resume_generation()
             resumed = time.perf_counter()
         except BaseException as error:

@@ -119,7 +119,10 @@ class Autoscaler:
         if memory.looks < self._config.patience:
             return target
         bounds = self._bounds(role)
-        chosen = min(max(target + wish, bounds.min_workers), bounds.max_workers)
+        chosen = target + wish
+        if not bounds.min_workers <= chosen <= bounds.max_workers:
+            # Beyond its bounds, where somebody may have scaled it, a role is left alone.
+            return target
         if chosen < target and memory.too_small.get(chosen, now_s) > now_s:
             return target
         if chosen != target:

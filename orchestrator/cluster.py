@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import (
 from actors.process_log import redirect_output
 from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
+from orchestrator.capacity import Node, capacity_problems
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
 from orchestrator.joining import join
@@ -102,38 +103,12 @@ def groups_per_verifier(config: RunConfig) -> int:
     return config.verifiers.processes + 1
 
 
-def cpus_needed(config: RunConfig) -> float:
-    """CPUs that all actors of a run reserve together."""
-    return (
-        config.rollout.workers * config.rollout.cpus
-        + config.verifiers.workers * config.verifiers.cpus
-        + config.learner.ranks * config.learner.cpus
-    )
-
-
 def _require_room(config: RunConfig) -> None:
-    total = ray.cluster_resources()
-    needs = {"CPU": cpus_needed(config)}
-    needs["GPU"] = (
-        config.rollout.workers * config.rollout.gpus + config.learner.ranks * config.learner.gpus
-    )
-    for role, count in (
-        (config.rollout, config.rollout.workers),
-        (config.verifiers, config.verifiers.workers),
-        (config.learner, config.learner.ranks),
-    ):
-        for name, amount in role.resources.items():
-            needs[name] = needs.get(name, 0.0) + amount * count
-    lacking = [
-        f"{need:g} {name} needed, {total.get(name, 0.0):g} there"
-        for name, need in needs.items()
-        if need > total.get(name, 0.0)
+    nodes = [
+        Node(node["NodeManagerAddress"], node["Resources"]) for node in ray.nodes() if node["Alive"]
     ]
-    if lacking:
-        raise RunError(
-            f"the Ray cluster is too small for this config: {'; '.join(lacking)}. "
-            "`slipstream check` prints what each role asks for."
-        )
+    if problems := capacity_problems(config, nodes):
+        raise RunError(f"the Ray cluster is too small for this config: {' '.join(problems)}")
 
 
 class RolloutSpawner:

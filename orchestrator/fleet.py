@@ -118,15 +118,23 @@ class Fleet:
         self._changed.notify()
 
     def quarantine(self, worker: Worker, cause: str) -> None:
-        """Take a worker out of dispatch for good; ends the run when no other is left."""
+        """Take a worker out of dispatch for good; ends the run when no other is left or coming. One
+        that is leaving anyway is left to that."""
+        if worker.state is not WorkerState.READY:
+            return
         self._say(f"{worker.name} is quarantined: {cause}")
         worker.state = WorkerState.QUARANTINED
-        if not self.count(WorkerState.READY) and not self.count(WorkerState.STARTING):
+        if not self._any_left():
             raise RunError(
                 f"{worker.name} was the last {self.role} worker and is quarantined: {cause}",
                 culprit=worker.name,
             )
         self._changed.notify()
+
+    def _any_left(self) -> bool:
+        """Whether a worker can work, or one is coming."""
+        able = (WorkerState.READY, WorkerState.STARTING)
+        return bool(self._delayed) or any(w.state in able for w in self.workers.values())
 
     async def supervise(self) -> None:
         """Loop: ping every worker, replace lost ones, follow the target. Ends by RunError when no
@@ -148,7 +156,7 @@ class Fleet:
             task = group.create_task(self._launch_later(delay_s), name=f"{self.role} start")
             self._delayed.add(task)
             task.add_done_callback(self._delayed.discard)
-        if missing >= 0:
+        if missing > 0:
             return
         self._losses.clear()
         surplus = -missing
@@ -162,13 +170,15 @@ class Fleet:
     def _here(self) -> int:
         # A quarantined worker keeps its place: a replacement would read the same weights.
         leaving = (WorkerState.DRAINING, WorkerState.DEAD)
-        return sum(worker.state not in leaving for worker in self.workers.values())
+        staying = (w for w in self.workers.values() if not w.given_up)
+        return sum(worker.state not in leaving for worker in staying)
 
     def _dispensable(self) -> list[Worker]:
         """Workers in the order in which they are given up: those that cannot work, those that do
         not work yet, the least loaded; of equals the newest."""
         order = (WorkerState.QUARANTINED, WorkerState.STARTING, WorkerState.READY)
-        able = [w for w in reversed(self.workers.values()) if w.state in order]
+        there = (w for w in reversed(self.workers.values()) if not w.given_up)
+        able = [w for w in there if w.state in order]
         return sorted(able, key=lambda w: (order.index(w.state), w.in_flight))
 
     def _replacement_delay_s(self) -> float:
@@ -176,7 +186,7 @@ class Fleet:
         delay_s = self._budget.next_delay_s(time.monotonic())
         if delay_s is not None:
             return delay_s
-        if not self.count(WorkerState.READY) and not self.count(WorkerState.STARTING):
+        if not self._any_left():
             raise RunError(
                 f"{loss} and the hourly budget of {self.role} restarts is spent. See its log in "
                 "the run's logs folder; raise supervision.restarts_per_hour only if the deaths "
@@ -220,6 +230,9 @@ class Fleet:
             raise
         finally:
             del self._starting[name]
+        if worker.given_up:  # it came up in the very moment in which it was given up
+            self._forget(worker)
+            return worker
         worker.state = WorkerState.READY
         self._say(f"{name} is ready{_process(worker.info)}")
         worker.progress_changed_at = time.monotonic()

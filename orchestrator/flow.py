@@ -53,6 +53,8 @@ class Lease:
     samples: int
     seed: int | None
     """The same for every attempt, so that a retry draws the same samples."""
+    pardoned: int = 0
+    """Of the attempts before this one, those that do not count against the limit."""
 
 
 class Flow:
@@ -118,17 +120,21 @@ class Flow:
         self.ledger.apply(Generated(lease.group_id, lease.attempt, receipt.response_tokens))
         self.changed.notify()
 
-    def attempt_failed(self, lease: Lease, reason: str, detail: str) -> None:
+    def attempt_failed(
+        self, lease: Lease, reason: str, detail: str, *, pardoned: bool = False
+    ) -> None:
         """The attempt is lost: the group waits for another one, or fails after its last.
 
-        `reason` is a short code such as `worker_lost`, `detail` free text.
+        `reason` is a short code such as `worker_lost`, `detail` free text. A pardoned attempt was
+        ended on purpose and does not count.
         """
         limit = self._config.supervision.attempts
-        if lease.attempt + 1 < limit:
+        pardons = lease.pardoned + pardoned
+        if lease.attempt + 1 - pardons < limit:
             self.ledger.apply(Retried(lease.group_id, reason, detail))
             self._admission.retry(lease.group_id)
             self._leases[lease.group_id] = Lease(
-                lease.group_id, lease.attempt + 1, lease.task, lease.samples, lease.seed
+                lease.group_id, lease.attempt + 1, lease.task, lease.samples, lease.seed, pardons
             )
             logger.info("group %d is tried again: %s (%s)", lease.group_id, reason, detail)
         else:
@@ -176,7 +182,9 @@ class Flow:
         Raises RunError when groups keep leaving and none of them can be trained.
         """
         while not until():
-            self._drop_stale()
+            if self._drop_stale():
+                self.changed.notify()  # their places are free: generation has to know
+                continue
             if entries := self._queue.take():
                 return [entry.item for entry in entries]
             await self.changed.wait()
@@ -198,7 +206,9 @@ class Flow:
         self.ledger.check()
         self.changed.notify()
 
-    def _drop_stale(self) -> None:
+    def _drop_stale(self) -> bool:
+        """Drop ready groups that the policy refuses; whether there were any."""
+        dropped = False
         for entry in self._queue.ready():
             if drops_group(
                 self._policy,
@@ -207,6 +217,8 @@ class Flow:
                 self._admission.max_staleness,
             ):
                 self._drop(entry.group_id, "stale")
+                dropped = True
+        return dropped
 
     # Bounds
 
@@ -238,7 +250,9 @@ class Flow:
     def _drop(self, group_id: int, reason: str) -> None:
         self.ledger.apply(Dropped(group_id, reason))
         self._leave(group_id)
-        self._count_untrained(f"the last group left as {reason}")
+        # What a lowered bound makes too old says nothing about the tasks.
+        if reason != "stale":
+            self._count_untrained(f"the last group left as {reason}")
 
     def _leave(self, group_id: int) -> None:
         self._admission.leave(group_id)
@@ -280,8 +294,12 @@ class Flow:
         return self._queue.stats(time.monotonic())
 
     def admission_blocked(self, worker_version: int) -> bool:
-        """Whether the staleness bound keeps a worker of this version from starting a new group."""
-        return not self._enough_admitted() and not self._admission.headroom(worker_version)
+        """Whether the staleness bound or the queue keeps a worker of this version from starting a
+        new group."""
+        full = self._queue.full() is not None
+        return not self._enough_admitted() and (
+            full or not self._admission.headroom(worker_version)
+        )
 
     def describe(self) -> str:
         """Where groups are, in one line."""

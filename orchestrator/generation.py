@@ -95,16 +95,20 @@ class Generation:
         try:
             async for receipt_ref in stream:
                 receipt: GroupReceipt = await receipt_ref
+                # Until its batch is here the group counts as in flight: a drain waits for it.
+                batch_ref = await anext(stream, None) if receipt.ok else None
+                if receipt.ok and batch_ref is None:
+                    break
                 lease = open_leases.pop(receipt.group_id)
                 worker.in_flight -= 1
                 if receipt.ok:
-                    batch_ref = await anext(stream)
                     self._flow.generated(lease, receipt)
                     self._on_attempt("completed", sum(receipt.response_tokens))
                     self._on_group(lease, batch_ref)
                 else:
                     self._on_attempt("failed", 0)
-                    self._flow.attempt_failed(lease, "generation_failed", receipt.error)
+                    code = "drained" if worker.given_up else "generation_failed"
+                    self._flow.attempt_failed(lease, code, receipt.error, pardoned=worker.given_up)
         except RayError as error:
             reason = root_cause(error)
             self._fleet.report_lost(worker, LossReason.DIED, reason)
@@ -113,7 +117,9 @@ class Generation:
             code = "drained" if worker.given_up else "worker_lost"
             for lease in open_leases.values():
                 self._on_attempt("lost", 0)
-                self._flow.attempt_failed(lease, code, f"{worker.name}: {reason}")
+                self._flow.attempt_failed(
+                    lease, code, f"{worker.name}: {reason}", pardoned=worker.given_up
+                )
             self._calls.discard(asyncio.current_task())
             self._flow.changed.notify()
 

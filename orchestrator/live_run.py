@@ -125,12 +125,13 @@ class LiveRun:
 
     def _queue(self) -> QueueStatus:
         stats = self.parts.flow.queue_stats()
-        workers = self.parts.rollout.ready()
+        able = (WorkerState.READY, WorkerState.DRAINING)
+        workers = [w for w in self.parts.rollout.workers.values() if w.state in able]
         return QueueStatus(
             ready_groups=stats.ready_groups,
             under_way_groups=self.parts.flow.under_way,
             waiting_groups=self.parts.flow.waiting,
-            generating_groups=sum(w.in_flight for w in self.parts.rollout.workers.values()),
+            generating_groups=sum(worker.in_flight for worker in workers),
             generation_slots=sum(w.info.max_groups_in_flight for w in workers),
             verifying_groups=self.parts.verification.backlog,
             bytes=stats.admitted_bytes,
@@ -188,8 +189,9 @@ class LiveRun:
         )
 
     def undisturbed(self) -> bool:
-        """Whether the run trains, and neither generation nor training is paused."""
-        return self.state is RunState.TRAINING and not self._paused()
+        """Whether the run trains: nothing is paused, and nothing is saved or evaluated now."""
+        busy_elsewhere = self._paused() or self.parts.training.between
+        return self.state is RunState.TRAINING and not busy_elsewhere
 
     def _warnings(self) -> list[str]:
         config, found = self.parts.config, []
@@ -238,6 +240,8 @@ class LiveRun:
         """Change bounds, None leaving one as it is; all that hold now."""
         if max_staleness is not None and not 0 <= max_staleness <= MAX_STALENESS:
             raise InvalidRequest(f"max_staleness {max_staleness}: expected 0 to {MAX_STALENESS}.")
+        if self.state is RunState.STARTING:
+            raise NotNow("the run is starting; its limits can be changed once it has started.")
         before = self.parts.flow.limits
         try:
             limits = self.parts.flow.set_limits(max_staleness=max_staleness, max_groups=max_groups)

@@ -240,13 +240,13 @@ class Pipeline:
         await self._generation.drain()
         await self._verification.drain()
         await self._checkpointing.save()
-        early = self._interrupted or live.stopped
-        after = None if early else await self._evaluate("after")
+        stopped = live.stopped
+        after = None if self._interrupted or stopped else await self._evaluate("after")
         return Outcome(
             before=self._before,
             after=after,
             interrupted=self._interrupted,
-            stopped=live.stopped,
+            stopped=stopped,
             training_seconds=training_seconds,
             parity_max_abs=self._sync.parity_max_abs,
         )

@@ -172,14 +172,16 @@ class Steering(Protocol):
     def scale(self, role: Role, target: int) -> FleetStatus:
         """Let a role have `target` workers from now on; returns before they are there.
 
-        Raises InvalidRequest for a role that cannot be scaled or a target out of its bounds,
-        NotNow when the cluster has no room or the run is stopping.
+        Workers that the cluster has no room for wait in `starting`: a cluster may grow. Raises
+        InvalidRequest for a role that cannot be scaled or a target out of its bounds, NotNow while
+        the run starts or stops.
         """
 
     def set_limits(
         self, *, max_staleness: int | None = None, max_groups: int | None = None
     ) -> Limits:
-        """Change bounds, None leaving one as it is; all that hold now. Raises InvalidRequest."""
+        """Change bounds, None leaving one as it is; all that hold now. Raises InvalidRequest,
+        and NotNow while the run starts."""
 
     def pause(self, activity: Activity) -> None:
         """Start no new group, or no new batch step; what is under way ends normally."""

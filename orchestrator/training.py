@@ -6,7 +6,8 @@ current is the weight sync's, and telling people is the reporter's.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from learner.batch import StepRequest
@@ -44,6 +45,8 @@ class Training:
         self.paused = False
         self.waiting = False
         """Whether it waits for groups at this moment."""
+        self.between = False
+        """Whether it does something between two steps, such as saving."""
 
     def stop(self) -> None:
         """End after the step in progress; a wait for groups ends at once."""
@@ -112,15 +115,27 @@ class Training:
                 await self._sync.publish(flow.label)
         self._reporter.step(flow, groups, result, timer.seconds)
         timer = PhaseTimer()
-        await self._after_step(flow.step, timer)
+        with self._between():
+            await self._after_step(flow.step, timer)
         return timer
+
+    @contextmanager
+    def _between(self) -> Iterator[None]:
+        self.between = True
+        try:
+            yield
+        finally:
+            self.between = False
 
     async def _serve(self, timer: PhaseTimer) -> None:
         """Do what was asked for between two steps. A failure is the asker's, unless it is one of
         the run itself, which then ends it at the next step."""
         while self._asked:
             phase, work, done = self._asked.popleft()
-            with timer(phase):
+            if self._stopping:
+                _refuse(done)  # the end saves by itself, and must not wait
+                continue
+            with timer(phase), self._between():
                 try:
                     result = await work()
                 except asyncio.CancelledError:
@@ -136,4 +151,4 @@ class Training:
 
 def _refuse(done: asyncio.Future) -> None:
     if not done.done():
-        done.set_exception(NotNow("the run has ended its training; nothing more is done for it."))
+        done.set_exception(NotNow("the run ends, or has ended, its training; it saves then."))

@@ -117,8 +117,10 @@ class Verification:
                 )
                 self._on_verdicts(task.verifier, verdicts)
                 return verdicts
-            except RayTaskError:
-                raise  # of the task, or of an input that died with its producer: not the worker's
+            except RayTaskError as error:
+                if not worker.given_up:
+                    raise  # of the task, or of an input that died with its producer
+                cause = root_cause(error)
             except (RayActorError, DeadlineExceeded) as error:
                 cause = root_cause(error)
                 late = isinstance(error, DeadlineExceeded)

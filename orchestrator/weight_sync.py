@@ -143,10 +143,11 @@ class WeightSync:
         try:
             report = await self._load(worker.actor, worker.name, manifest)
         except (RayError, DeadlineExceeded) as error:
-            if worker.state is not WorkerState.DEAD:  # else it was ended while it loaded
+            # One that is leaving, or was ended while it loaded, has not failed.
+            if worker.state not in (WorkerState.DRAINING, WorkerState.DEAD):
                 self._reporter.sync_failed()
-            cause = f"weight sync failed: {root_cause(error)}"
-            self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
+                cause = f"weight sync failed: {root_cause(error)}"
+                self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
         else:
             self._accept(worker, report)
         finally:

@@ -30,16 +30,16 @@ def add_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     status.add_argument("--watch", action="store_true", help="keep showing it, until Ctrl-C")
     status.add_argument("--json", action="store_true", help="as JSON, one line each with --watch")
     scale = _add(commands, "scale", _scale, "change the number of a live run's workers")
-    scale.add_argument("--rollout", type=int, metavar="N", help="rollout workers to have")
+    scale.add_argument("--rollout", type=_count, metavar="N", help="rollout workers to have")
     scale.add_argument(
-        "--verifier", "--verifiers", type=int, metavar="N", help="verifier workers to have"
+        "--verifier", "--verifiers", type=_count, metavar="N", help="verifier workers to have"
     )
     limits = _add(commands, "limits", _limits, "change bounds of a live run, or show them")
     limits.add_argument(
-        "--max-staleness", type=int, metavar="N", help="versions that a token may be behind"
+        "--max-staleness", type=_count, metavar="N", help="versions that a token may be behind"
     )
     limits.add_argument(
-        "--max-groups", type=int, metavar="N", help="groups between admission and training"
+        "--max-groups", type=_count, metavar="N", help="groups between admission and training"
     )
     for name, command, text in (
         ("pause", _pause, "let a live run start no new groups, or no new steps"),
@@ -49,6 +49,14 @@ def add_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     _add(commands, "checkpoint", _checkpoint, "save a live run after its step, and wait for it")
     _add(commands, "evaluate", _evaluate, "evaluate a live run after its step, and wait for it")
     _add(commands, "stop", _stop, "let a live run finish its step, save and end")
+
+
+def _count(text: str) -> int:
+    """A number that the service's messages can carry; what it may be there, the service says."""
+    number = int(text)
+    if abs(number) >= 1 << 31:
+        raise ValueError
+    return number
 
 
 def _add(

@@ -9,6 +9,7 @@ import hmac
 import inspect
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -37,6 +38,8 @@ RESPONSE_TIMEOUT_S = 60.0
 """Until a response has to be taken, likewise."""
 CALLS = 128
 """Calls that are served at once."""
+OPEN_CALLS = 16
+"""Of those that need no token: they must not crowd out who has one."""
 _CODES = (
     (InvalidRequest, StatusCode.INVALID_ARGUMENT),
     (NotNow, StatusCode.FAILED_PRECONDITION),
@@ -77,7 +80,7 @@ class Guard(grpc.aio.ServerInterceptor):
         response_timeout_s: float = RESPONSE_TIMEOUT_S,
         calls: int = CALLS,
     ) -> None:
-        self._under_way = 0
+        self._under_way: Counter[bool] = Counter()
         self._most_calls = calls
         self._deadline_s = deadline_s
         self._long_deadline_s = long_deadline_s
@@ -138,12 +141,14 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def _serve(self, work: Callable[[], Awaitable[None]], context: Any, method: str) -> None:
         """Do `work`; its failure ends the call with a status and one line."""
-        if self._under_way >= self._most_calls:
+        is_open = method in OPEN_METHODS
+        most = OPEN_CALLS if is_open else self._most_calls
+        if self._under_way[is_open] >= most:
             await context.abort(
                 StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._under_way} calls are under way, the most that there may be; ask again.",
+                f"{most} calls are under way, the most that there may be; ask again.",
             )
-        self._under_way += 1
+        self._under_way[is_open] += 1
         try:
             await work()
         except (grpc.aio.AbortError, asyncio.CancelledError):
@@ -155,7 +160,7 @@ class Guard(grpc.aio.ServerInterceptor):
         except Exception as error:
             await context.abort(*_status(error, method))
         finally:
-            self._under_way -= 1
+            self._under_way[is_open] -= 1
 
     async def _in_time(self, work: Awaitable[Any], limit_s: float, context: Any) -> Any:
         """Result of `work`, within `limit_s` where the caller set no deadline."""

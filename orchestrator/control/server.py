@@ -112,8 +112,12 @@ class ControlServer:
         endpoint = Endpoint(
             address=address, token=token, tls_ca=tls_ca, run=self._run, pid=os.getpid()
         )
-        endpoint.write(self._directory)
-        self._register(endpoint)
+        try:
+            endpoint.write(self._directory)
+            self._register(endpoint)
+        except BaseException:
+            await self.stop()
+            raise
         logger.info(
             "control service at %s, %s, %s",
             address,

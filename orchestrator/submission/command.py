@@ -160,7 +160,7 @@ def preflight(
 def _cluster_problems(url: str, config: "RunConfig") -> list[str]:
     import ray
 
-    from orchestrator.submission.capacity import capacity_problems
+    from orchestrator.capacity import capacity_problems
     from orchestrator.submission.dashboard import (
         ClusterUnavailable,
         Dashboard,
@@ -202,7 +202,8 @@ def _address(option: str | None) -> str:
 
 
 def _require_lasting(runs_folder: str) -> None:
-    if not PurePosixPath(runs_folder).is_absolute() and not runs_folder.startswith("~"):
+    of_home = runs_folder == "~" or runs_folder.startswith("~/")
+    if not PurePosixPath(runs_folder).is_absolute() and not of_home:
         raise UsageError(
             f"--runs-folder {runs_folder} would lie in the job's copy of the working directory, "
             "which Ray deletes. Give an absolute path of the cluster, or one that starts with ~/."

@@ -13,8 +13,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from orchestrator.capacity import Node
 from orchestrator.errors import SlipstreamError, UsageError
-from orchestrator.submission.capacity import Node
 
 TIMEOUT_S = 15.0
 _TOKEN_SOURCES = (

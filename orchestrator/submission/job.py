@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from orchestrator.control.endpoint import TOKEN_VARIABLE
 from orchestrator.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, RunError
 from orchestrator.operation_config import NODE_HOST
 from orchestrator.submission.package import EXCLUDES, Package
@@ -57,14 +56,15 @@ def _in_shell(folder: str) -> str:
 
 
 def runtime_environment(package: Package, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Ray's runtime environment: the package, and the few variables that a run takes along.
+    """Ray's runtime environment: the package, and how long a run may take to stop.
+
+    No token goes along: whoever sees the dashboard reads it. The run makes one of its own, which
+    its named actor tells those with access to the cluster.
 
     `ray job stop` kills a driver 3 s after it asked it to end; a run needs longer than that to
     finish its step and save.
     """
     variables = {STOP_WAIT_VARIABLE: environment.get(STOP_WAIT_VARIABLE, str(STOP_WAIT_S))}
-    if token := environment.get(TOKEN_VARIABLE):
-        variables[TOKEN_VARIABLE] = token
     return {
         "working_dir": str(package.folder),
         "excludes": list(EXCLUDES),

@@ -32,7 +32,7 @@ def submitted(guarded: RayCluster) -> subprocess.CompletedProcess[str]:
         "--rollout.resources={generate = 1}",
         "--verifiers.resources={train = 1}",
         "--learner.resources={train = 1}",
-        environment={"SLIPSTREAM_TOKEN": RUN_TOKEN},
+        environment={"SLIPSTREAM_TOKEN": RUN_TOKEN},  # stays here
     )
 
 

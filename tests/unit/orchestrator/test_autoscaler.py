@@ -100,6 +100,12 @@ def test_bounds_hold() -> None:
     assert min(target for _, target in play([spare] * 500, rollout=8)) == 1
 
 
+def test_a_fleet_scaled_beyond_its_bounds_is_left_alone() -> None:
+    starved, spare = make_load(learner_idle=0.9), make_load(learner_idle=0.0, rollout_busy=0.0)
+    assert play([starved] * 50, rollout=12) == []
+    assert play([spare] * 50, rollout=12) == []
+
+
 def test_a_scaling_by_hand_starts_a_cooldown() -> None:
     controller = Autoscaler(make_config())
     targets = {Role.ROLLOUT: 2, Role.VERIFIER: 2}

@@ -278,3 +278,48 @@ def test_whatever_happens_the_fleet_ends_at_its_target(
     supervised(fleet, first, script)
     assert len(set(machine.killed)) == len(machine.killed), "each actor is killed once"
     assert machine.spawned == len(machine.killed) + len(fleet.workers)
+
+
+def test_many_losses_at_once_spend_the_budget_and_the_rest_waits() -> None:
+    machine = Machine()
+    fleet = machine.fleet(per_hour=2)
+
+    async def script() -> None:
+        for worker in list(fleet.workers.values()):
+            fleet.report_lost(worker, LossReason.DIED, "its node is gone")
+        await until(fleet, lambda: fleet.count(READY) == 2)
+        assert any("the run goes on" in text for text in machine.said)
+
+    supervised(fleet, 4, script)
+
+
+def test_a_draining_worker_is_not_quarantined_and_ends() -> None:
+    machine = Machine()
+    fleet = machine.fleet()
+
+    async def script() -> None:
+        worker = fleet.workers["rollout-1"]
+        worker.in_flight = 1
+        fleet.workers["rollout-0"].in_flight = 2
+        fleet.set_target(1)
+        await until(fleet, lambda: worker.state is DRAINING)
+        fleet.quarantine(worker, "its probe failed")
+        worker.in_flight = 0
+        fleet._changed.notify()
+        await until(fleet, lambda: settled(fleet, 1))
+
+    supervised(fleet, 2, script)
+
+
+def test_a_start_that_completes_while_it_is_given_up_leaves_nobody() -> None:
+    machine = Machine()
+    fleet = machine.fleet()
+
+    async def script() -> None:
+        fleet.set_target(2)
+        await until(fleet, lambda: "rollout-1" in fleet.workers)
+        fleet.workers["rollout-1"].given_up = True
+        await until(fleet, lambda: settled(fleet, 1))
+        assert machine.killed == ["rollout-1"]
+
+    supervised(fleet, 1, script)

@@ -169,3 +169,35 @@ def test_impossible_bounds_change_nothing() -> None:
     with pytest.raises(ValueError, match="can never hold a batch"):
         flow.set_limits(max_staleness=0, max_groups=1)
     assert flow.limits == before
+
+
+def test_an_attempt_ended_on_purpose_does_not_count() -> None:
+    flow = make_flow(supervision={"attempts": 2})
+    (lease, *_) = leases(flow)
+    for _ in range(5):
+        flow.attempt_failed(lease, "drained", "scaled away", pardoned=True)
+        lease = next(again for again in leases(flow) if again.group_id == lease.group_id)
+    flow.attempt_failed(lease, "worker_lost", "killed")
+    lease = next(again for again in leases(flow) if again.group_id == lease.group_id)
+    assert flow.ledger.report().failed_tasks == 0
+    flow.attempt_failed(lease, "worker_lost", "killed")
+    assert flow.ledger.report().failed_tasks == 1
+
+
+def test_dropping_what_a_lowered_bound_made_old_does_not_end_the_run() -> None:
+    flow = make_flow(queue={"policy": "drop"}, supervision={"max_untrained_batches": 1})
+    for lease in leases(flow):
+        complete(flow, lease)
+    groups = batch(flow)
+    assert groups is not None
+    trained(flow, groups)
+    flow.set_limits(max_staleness=0, max_groups=None)
+    asyncio.run(flow.next_batch(until=lambda: flow.queue_stats().ready_groups == 0))
+    assert flow.ledger.report().samples.dropped_by_reason == {"stale": 4}
+
+
+def test_a_full_queue_blocks_admission_too() -> None:
+    flow = make_flow(queue={"max_groups": 2})
+    assert not flow.admission_blocked(0)
+    assert len(leases(flow)) == 2
+    assert flow.admission_blocked(0)

@@ -187,3 +187,23 @@ def test_each_step_carries_the_staleness_bound_of_its_moment() -> None:
         assert bounds[under_way] == 4
 
     run.play(script)
+
+
+def test_a_run_that_is_told_to_stop_does_not_first_do_what_was_asked() -> None:
+    run = Run(steps=9)
+    done = []
+
+    async def script() -> None:
+        async def work() -> None:
+            done.append(run.flow.step)
+
+        asking = [
+            asyncio.ensure_future(run.training.between_steps(Phase.EVALUATE, work))
+            for _ in range(3)
+        ]
+        run.training.stop()
+        refused = await asyncio.gather(*asking, return_exceptions=True)
+        assert all(isinstance(answer, NotNow) for answer in refused)
+        assert done == []
+
+    run.play(script)

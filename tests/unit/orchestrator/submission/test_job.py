@@ -36,7 +36,7 @@ def test_overrides_come_through_a_shell_as_they_were() -> None:
 
 def test_the_environment_takes_the_token_and_a_patient_stop() -> None:
     variables = runtime_environment(PACKAGE, {"SLIPSTREAM_TOKEN": "t", "OTHER": "x"})["env_vars"]
-    assert variables == {"SLIPSTREAM_TOKEN": "t", "RAY_JOB_STOP_WAIT_TIME_S": "600"}
+    assert variables == {"RAY_JOB_STOP_WAIT_TIME_S": "600"}
     variables = runtime_environment(PACKAGE, {"RAY_JOB_STOP_WAIT_TIME_S": "9"})["env_vars"]
     assert variables == {"RAY_JOB_STOP_WAIT_TIME_S": "9"}
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from orchestrator.capacity import Node, capacity_problems
 from orchestrator.config import RunConfig
 from orchestrator.config_file import load
-from orchestrator.submission.capacity import Node, capacity_problems
 
-QUICKSTART = Path(__file__).parents[4] / "deploy/quickstart/quickstart.toml"
+QUICKSTART = Path(__file__).parents[3] / "deploy/quickstart/quickstart.toml"
 
 
 def config(*overrides: tuple[str, str]) -> RunConfig:
