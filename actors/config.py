@@ -66,7 +66,8 @@ class EngineConfig(_Table):
     """Where those processes live: mp on the worker's own node, ray on the bundles of the worker's
     placement group. Auto is mp above one process."""
     export_metrics: bool = True
-    """Hand vLLM's own metrics to Ray's exporter, which names them `ray_vllm_*`."""
+    """Hand vLLM's own metrics to Ray's exporter, which names them `ray_vllm_*`; not done on a Ray
+    that a run starts for itself."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Base of the engine's random stream; each worker derives its own from it."""
 

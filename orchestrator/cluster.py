@@ -41,14 +41,14 @@ CONTROL_CALLS = 8
 def connect(config: RunConfig) -> RunConfig:
     """Join the cluster of RAY_ADDRESS, or start a local one; the configuration as it holds there.
 
-    On a local cluster, which nobody else uses, roles share the cores and reserve none: there is
-    always room for another worker. Raises RunError when the cluster cannot be reached or lacks
+    On a local cluster, which nobody else uses, roles share the cores and reserve none, so that there
+    is always room for another worker, and engines export no metrics to a Ray that nobody scrapes. Raises RunError when the cluster cannot be reached or lacks
     resources.
     """
     if is_shared():
         join(os.environ["RAY_ADDRESS"])
     else:
-        config = _without_cpu_reservations(config)
+        config = _for_own_ray(config)
         _start_local(os.cpu_count() or 1)
     _require_room(config)
     return config
@@ -59,11 +59,12 @@ def is_shared() -> bool:
     return bool(os.environ.get("RAY_ADDRESS"))
 
 
-def _without_cpu_reservations(config: RunConfig) -> RunConfig:
+def _for_own_ray(config: RunConfig) -> RunConfig:
     none = {"cpus": 0.0}
+    engine = config.rollout.engine.model_copy(update={"export_metrics": False})
     return config.model_copy(
         update={
-            "rollout": config.rollout.model_copy(update=none),
+            "rollout": config.rollout.model_copy(update={**none, "engine": engine}),
             "verifiers": config.verifiers.model_copy(update=none),
             "learner": config.learner.model_copy(update=none),
         }
