@@ -41,9 +41,9 @@ CONTROL_CALLS = 8
 def connect(config: RunConfig) -> RunConfig:
     """Join the cluster of RAY_ADDRESS, or start a local one; the configuration as it holds there.
 
-    On a local cluster, which nobody else uses, roles share the cores and reserve none, so that there
-    is always room for another worker, and engines export no metrics to a Ray that nobody scrapes. Raises RunError when the cluster cannot be reached or lacks
-    resources.
+    On a local cluster, which nobody else uses, roles share the cores and reserve none, so that
+    there is always room for another worker, and engines export no metrics to a Ray that nobody
+    scrapes. Raises RunError when the cluster cannot be reached or lacks resources.
     """
     if is_shared():
         join(os.environ["RAY_ADDRESS"])
