@@ -226,7 +226,7 @@ class LiveRun:
                 f"{target} {role} workers: expected 1 to {MAX_WORKERS}. To stop generating, pause "
                 "generation."
             )
-        if self.state in (RunState.STARTING, RunState.STOPPING):
+        if self.state not in (RunState.EVALUATING, RunState.TRAINING):
             raise NotNow(f"the run is {self.state}; fleets can be scaled once it has started.")
         fleet = self.parts.rollout if role is Role.ROLLOUT else self.parts.verifiers
         if target != fleet.target:

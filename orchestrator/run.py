@@ -30,6 +30,7 @@ from orchestrator.pipeline import Outcome, Pipeline, explained
 from orchestrator.records import JsonLines
 from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
+from orchestrator.steering import RunState
 from orchestrator.task_loading import Tasks, fingerprint, load_tasks, load_tokenizer
 
 UPLOADED = "working_dir_files"
@@ -156,6 +157,10 @@ async def _steered(
     reporter.note(f"control: {await server.start()}")
     try:
         yield
+        pipeline.live.state = RunState.ENDED
+    except Exception:
+        pipeline.live.state = RunState.FAILED
+        raise
     finally:
         await server.stop()
 

@@ -37,6 +37,8 @@ class RunState(StrEnum):
     TRAINING = "training"
     STOPPING = "stopping"
     """Draining, saving, and closing."""
+    ENDED = "ended"
+    FAILED = "failed"
 
 
 class InvalidRequest(RunError):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from orchestrator.errors import EXIT_OK, UsageError
+from orchestrator.errors import EXIT_FAILED, EXIT_OK, UsageError
 
 if TYPE_CHECKING:
     from orchestrator.control.client import Client
@@ -98,7 +98,7 @@ def _client(arguments: argparse.Namespace) -> "Client":
 def _status(arguments: argparse.Namespace) -> int:
     with _client(arguments) as client:
         if arguments.watch:
-            _watch(client, as_json=arguments.json)
+            return _watch(client, as_json=arguments.json)
         else:
             _show(client.status(), as_json=arguments.json)
     return EXIT_OK
@@ -118,10 +118,13 @@ def _show(status: "RunStatus", *, as_json: bool) -> None:
         print(plain(status))
 
 
-def _watch(client: "Client", *, as_json: bool) -> None:
+def _watch(client: "Client", *, as_json: bool) -> int:
+    """Show snapshots until the run ends; the code says whether it ended well."""
     from orchestrator.control.convert import status_json
     from orchestrator.control.view import plain, screen
+    from orchestrator.steering import RunState
 
+    status = None
     if as_json or not sys.stdout.isatty():
         for status in client.watch():
             line = json.dumps(status_json(status), ensure_ascii=False)
@@ -132,7 +135,11 @@ def _watch(client: "Client", *, as_json: bool) -> None:
         with Live(auto_refresh=False) as live:
             for status in client.watch():
                 live.update(screen(status), refresh=True)
+    if status is not None and status.state is RunState.FAILED:
+        print("the run has failed; its console and its driver.log say why", file=sys.stderr)
+        return EXIT_FAILED
     print("the run has ended", file=sys.stderr)
+    return EXIT_OK
 
 
 def _scale(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ class RunState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RUN_STATE_EVALUATING: _ClassVar[RunState]
     RUN_STATE_TRAINING: _ClassVar[RunState]
     RUN_STATE_STOPPING: _ClassVar[RunState]
+    RUN_STATE_ENDED: _ClassVar[RunState]
+    RUN_STATE_FAILED: _ClassVar[RunState]
 ROLE_UNSPECIFIED: Role
 ROLE_ROLLOUT: Role
 ROLE_VERIFIER: Role
@@ -39,6 +41,8 @@ RUN_STATE_STARTING: RunState
 RUN_STATE_EVALUATING: RunState
 RUN_STATE_TRAINING: RunState
 RUN_STATE_STOPPING: RunState
+RUN_STATE_ENDED: RunState
+RUN_STATE_FAILED: RunState
 
 class GetStatusRequest(_message.Message):
     __slots__ = ()

@@ -38,6 +38,8 @@ STATES = {
     RunState.EVALUATING: pb.RUN_STATE_EVALUATING,
     RunState.TRAINING: pb.RUN_STATE_TRAINING,
     RunState.STOPPING: pb.RUN_STATE_STOPPING,
+    RunState.ENDED: pb.RUN_STATE_ENDED,
+    RunState.FAILED: pb.RUN_STATE_FAILED,
 }
 _ROLES = {number: role for role, number in ROLES.items()}
 _ACTIVITIES = {number: activity for activity, number in ACTIVITIES.items()}

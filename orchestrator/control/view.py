@@ -48,8 +48,8 @@ def bottleneck(status: RunStatus) -> str:
     if status.paused:
         names = " and ".join(sorted(status.paused))
         return f"none: {names} paused; `slipstream resume` goes on"
-    if status.state is RunState.STOPPING:
-        return "none: the run is stopping"
+    if status.state in (RunState.STOPPING, RunState.ENDED, RunState.FAILED):
+        return f"none: the run is {status.state}"
     if status.last_step is None:
         return "not known yet: no step is done"
     found = status.last_step.bottleneck

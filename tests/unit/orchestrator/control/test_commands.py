@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from orchestrator.control.endpoint import Endpoint
 from orchestrator.control.service import ControlService
 from orchestrator.errors import RunError, UsageError
 from orchestrator.operation_config import ControlConfig
-from orchestrator.steering import Activity, Role
+from orchestrator.steering import Activity, Role, RunState
 
 Capture = pytest.CaptureFixture[str]
 
@@ -55,18 +56,25 @@ def test_json_is_one_object(run: Live, capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["run"] == "tiny"
 
 
-def test_watch_shows_snapshots_until_the_run_ends(run: Live) -> None:
+@pytest.mark.parametrize(
+    ("state", "said", "code"),
+    [(RunState.ENDED, "the run has ended", 0), (RunState.FAILED, "the run has failed", 1)],
+)
+def test_watch_shows_snapshots_until_the_run_ends(
+    run: Live, state: RunState, said: str, code: int
+) -> None:
     command = [sys.executable, "-m", "orchestrator.cli", "status", str(run.directory)]
     with subprocess.Popen(
         [*command, "--watch", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as watching:
         assert watching.stdout and watching.stderr
         assert json.loads(watching.stdout.readline())["step"] == 12
+        run.steering.snapshot = replace(run.steering.snapshot, state=state)
         run.run(run.server.stop())
         rest = watching.stdout.read().splitlines()
         assert all(json.loads(line)["step"] == 12 for line in rest)
-        assert watching.stderr.read() == "the run has ended\n"
-    assert watching.returncode == 0
+        assert watching.stderr.read().startswith(said)
+    assert watching.returncode == code
 
 
 def test_refusals_end_with_the_services_own_sentence(run: Live, capsys: Capture) -> None:
