@@ -1,6 +1,7 @@
 """Which stage held a step up, and the lines that say so."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console as RichConsole
@@ -112,3 +113,23 @@ def test_console_writes_one_line_per_step_and_the_final_table() -> None:
     assert "runs/[tiny]" in text
     assert "50.0%" in text
     assert "staleness, largest" not in text
+
+
+def test_a_failure_shows_the_last_lines_of_the_culprit_s_log(tmp_path: Path) -> None:
+    log = tmp_path / "rollout-0.log"
+    log.write_text("".join(f"line {number}\n\n" for number in range(100)) + "Killed [red]\n")
+    out = io.StringIO()
+    Console(RichConsole(file=out, width=200, highlight=False)).log_tail(log)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("the last lines of") and lines[0].endswith("rollout-0.log:")
+    assert lines[-2:] == ["  | line 99", "  | Killed [red]"]
+    assert len(lines) == 13
+
+
+def test_a_log_that_is_empty_or_elsewhere_shows_nothing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(RichConsole(file=out))
+    (tmp_path / "empty.log").touch()
+    console.log_tail(tmp_path / "empty.log")
+    console.log_tail(tmp_path / "on-another-node.log")
+    assert out.getvalue() == ""

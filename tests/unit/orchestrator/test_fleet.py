@@ -231,7 +231,9 @@ def test_a_first_launch_that_fails_is_an_error() -> None:
     fleet = Machine(limit=0).fleet()
     with pytest.raises(BaseExceptionGroup) as caught:
         asyncio.run(fleet.launch(1))
-    assert "rollout-0 did not start: no room" in str(caught.value.exceptions[0])
+    error = caught.value.exceptions[0]
+    assert "rollout-0 did not start: no room" in str(error)
+    assert error.culprit == "rollout-0", "its log is the one to look at"
 
 
 events = st.one_of(
