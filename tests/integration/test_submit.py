@@ -63,7 +63,7 @@ def test_plain_ray_job_submit_joins_the_cluster(opened: RayCluster) -> None:
         timeout=300,
     )
     assert refused.returncode == 1
-    assert "CPU needed, 2 there" in refused.stdout + refused.stderr
+    assert "the cluster has 2 CPU and the configuration needs" in refused.stdout + refused.stderr
 
 
 def test_ctrl_c_leaves_the_job_alone(opened: RayCluster) -> None:
