@@ -79,11 +79,6 @@ class LiveRun:
         return [r for line in lines if (r := json.loads(line))["kind"] == "step"]
 
 
-def worker_pid(run: LiveRun, name: str) -> int:
-    """Process id of a rollout worker that is ready."""
-    return int(run.wait_for(rf"{name} is ready \(pid (\d+)\)").group(1))
-
-
 def learner_pid(run: LiveRun) -> int:
     """Process id of the only learner rank of a run."""
     family = psutil.Process(run.process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a live run, and every panel and rule has something to say about it."""
+"""Act 1: a real Prometheus scrapes the live run; every panel and rule has something to say."""
 
 import json
 import subprocess
@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
-from live import QUICKSTART, REPOSITORY, LiveRun
+from live import REPOSITORY, LiveRun
+from play import Play
 from prometheus_server import Server, tools
-
-from orchestrator.control.client import Client
-from orchestrator.control.discovery import by_directory
 
 pytestmark = pytest.mark.integration
 
@@ -46,15 +44,13 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def scene(binaries: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    folder = tmp_path_factory.mktemp("monitoring")
-    options = ["--steps", "100000", "--evaluation.max_tasks", "16"]
-    run = LiveRun(QUICKSTART, folder, options)
+def scene(
+    play: Play, binaries: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Scene]:
+    folder, run = tmp_path_factory.mktemp("monitoring"), play.run
     server = Server(binaries["prometheus"], _config(folder, run.runs / "targets"), folder)
     try:
-        run.wait_for(r"step +3/")
-        with Client(by_directory(run.directory)) as client:
-            client.checkpoint()
+        play.client.checkpoint()
         found = Scene(run, server, binaries["promtool"])
         found.until("slipstream_checkpoint_step >= 0")
         found.until("run:slipstream_trained_tokens:rate5m > 0")
@@ -62,9 +58,6 @@ def scene(binaries: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         yield found
     finally:
         server.close()
-        if run.process.poll() is None:
-            run.interrupt()
-            run.wait()
 
 
 def _config(folder: Path, targets: Path) -> Path:
@@ -147,11 +140,3 @@ def test_alerts_fire_on_what_they_are_for(binaries: dict[str, str]) -> None:
     command = [binaries["promtool"], "test", "rules", str(PROMETHEUS / "tests/alerts_test.yml")]
     tested = subprocess.run(command, capture_output=True, text=True)
     assert tested.returncode == 0, tested.stdout + tested.stderr
-
-
-def test_an_ended_run_is_no_target_any_more(scene: Scene) -> None:
-    with Client(by_directory(scene.run.directory)) as client:
-        client.stop()
-    assert scene.run.wait() == 0, scene.run.output
-    assert json.loads((scene.run.directory / "prometheus_targets.json").read_text()) == []
-    assert list((scene.run.runs / "targets").iterdir()) == []

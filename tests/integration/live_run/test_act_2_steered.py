@@ -1,81 +1,14 @@
-"""One live run, steered from outside: scaled, paused, bounded, saved, evaluated and stopped.
-
-The tests are the acts of one play, in file order, on one run.
-"""
+"""Act 2: the live run is scaled, paused, bounded, saved and evaluated from outside."""
 
 import json
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 
 import pytest
-from live import QUICKSTART, LiveRun
+from play import Play, even, fleet
 
-from orchestrator.control.client import Client
-from orchestrator.control.discovery import by_directory
 from orchestrator.errors import RunError
-from orchestrator.steering import Activity, FleetStatus, Role, RunState, RunStatus
+from orchestrator.steering import Activity, Role, RunState
 
 pytestmark = pytest.mark.integration
-
-LIMIT_S = 300.0
-
-
-class Play:
-    """A long run of the quick start and a client of its control service."""
-
-    def __init__(self, run: LiveRun) -> None:
-        self.run = run
-        run.wait_for(r"step +2/")
-        self.client = Client(by_directory(run.directory))
-
-    def until(self, holds: Callable[[RunStatus], bool], what: str) -> RunStatus:
-        """The first snapshot of which `holds` is true."""
-        end = time.monotonic() + LIMIT_S
-        while time.monotonic() < end:
-            status = self.client.status()
-            if holds(status):
-                return status
-            time.sleep(0.2)
-        raise AssertionError(f"never {what}; last: {status}\n{self.run.output}")
-
-    def more_steps(self, count: int) -> RunStatus:
-        """Wait until `count` more steps are done."""
-        goal = self.client.status().step + count
-        return self.until(lambda status: status.step >= goal, f"at step {goal}")
-
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """A `slipstream` command about this run."""
-        return subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", *words],
-            capture_output=True,
-            text=True,
-            cwd=self.run.runs.parent,
-            timeout=LIMIT_S,
-        )
-
-
-def fleet(status: RunStatus, role: Role) -> FleetStatus:
-    return next(fleet for fleet in status.fleets if fleet.role is role)
-
-
-def even(status: RunStatus, role: Role, workers: int) -> bool:
-    """Whether the fleet has exactly this many workers and all of them are ready."""
-    there = fleet(status, role)
-    return there.target == len(there.workers) == there.count("ready") == workers
-
-
-@pytest.fixture(scope="module")
-def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
-    options = ["--steps", "100000", "--evaluation.max_tasks", "16"]
-    run = LiveRun(QUICKSTART, tmp_path_factory.mktemp("play"), options)
-    try:
-        yield Play(run)
-    finally:
-        if run.process.poll() is None:
-            run.interrupt()
-            run.wait()
 
 
 def test_status_is_one_coherent_snapshot(play: Play) -> None:
@@ -203,15 +136,3 @@ def test_the_token_is_nowhere_but_in_its_file(play: Play) -> None:
     ]
     assert holders == ["control.json"]
     assert token not in play.run.output
-
-
-def test_stop_drains_saves_and_ends_well(play: Play) -> None:
-    assert play.command("stop").returncode == 0
-    assert play.run.wait() == 0, play.run.output
-    summary = play.run.summary()
-    assert summary["stopped"] and not summary["interrupted"]
-    assert summary["ledger"]["balanced"] and summary["ledger"]["failed_tasks"] == 0
-    assert (play.run.directory / f"checkpoints/step_{summary['steps']}").is_dir()
-    assert not (play.run.directory / "control.json").exists()
-    ended = play.command("status")
-    assert ended.returncode != 0 and "Traceback" not in ended.stderr
