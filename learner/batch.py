@@ -30,12 +30,14 @@ class GroupEntry:
 class StepRequest:
     """Train on these groups; `version` is the learner's before the step.
 
-    `max_staleness` is the bound that holds for it: it may differ from one step to the next.
+    `max_staleness` is the bound that holds for it, `total_steps` what the learning-rate schedule
+    counts towards: both may differ from one step to the next.
     """
 
     step: int
     version: int
     max_staleness: int
+    total_steps: int
     groups: tuple[GroupEntry, ...]
 
 

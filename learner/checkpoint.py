@@ -1,7 +1,8 @@
 """Checkpoints of a learner: sharded weights and optimizer state, written whole or not at all.
 
-A checkpoint is a folder `step_N` that holds `learner/` (torch.distributed.checkpoint), one file of
-random-number state per rank, `state.json` and, once everything else is there, `COMPLETE`. It is
+A checkpoint is a folder `step_N` that holds `learner/` (torch.distributed.checkpoint), per rank a
+file of random-number state and one of the kept versions, `state.json` and, once everything else is
+there, `COMPLETE`. It is
 written under a temporary name in the same place, so that whoever shares the folder may add to it
 before it is committed by one rename. The folder must be visible to every rank.
 """
@@ -21,13 +22,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.collective import Collective
-from learner.messages import CheckpointError, LearnerState
+from learner.messages import COMPLETE, CheckpointError, LearnerState
 from learner.optimizer import Optimizer
+from learner.versions import VersionStore
 
-COMPLETE = "COMPLETE"
 _STATE = "state.json"
 _TENSORS = "learner"
-_FORMAT = 1
+_FORMAT = 2
 
 
 def staging_folder(folder: Path) -> Path:
@@ -45,7 +46,11 @@ class Part:
 
 
 def save_state(
-    staging: Path, parts: Sequence[Part], ranks: Collective, state: LearnerState
+    staging: Path,
+    parts: Sequence[Part],
+    store: VersionStore,
+    ranks: Collective,
+    state: LearnerState,
 ) -> None:
     """Write everything but the marker into `staging`, which is emptied first. All ranks call."""
     if ranks.rank == 0:
@@ -54,13 +59,13 @@ def save_state(
     ranks.barrier()
     dcp.save(_tensors(parts), checkpoint_id=staging / _TENSORS)
     torch.save(_random_state(), staging / f"random-{ranks.rank}.pt")
+    torch.save(store.copies(), staging / f"kept-{ranks.rank}.pt")
     if ranks.rank == 0:
         content = {
             "format": _FORMAT,
             "version": state.version,
             "batches": state.batches,
             "ranks": ranks.world,
-            "extra": state.extra,
         }
         (staging / _STATE).write_text(json.dumps(content, indent=2))
     ranks.barrier()
@@ -107,9 +112,12 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def load_state(folder: Path, parts: Sequence[Part], ranks: Collective) -> LearnerState:
-    """Restore weights, optimizer and random state in place. All ranks call; their number may
-    differ from when it was saved (random state is then left alone). Raises CheckpointError."""
+def load_state(
+    folder: Path, parts: Sequence[Part], store: VersionStore, ranks: Collective
+) -> LearnerState:
+    """Restore weights, optimizer, random state and kept versions in place. All ranks call; their
+    number may differ from when it was saved: random state is then left alone, and no version is
+    kept. Raises CheckpointError."""
     if ranks.rank == 0 and not folder.exists():
         recover_replaced(folder.parent)
     ranks.barrier()
@@ -125,14 +133,16 @@ def load_state(folder: Path, parts: Sequence[Part], ranks: Collective) -> Learne
             f"{folder} does not hold this learner: {error}. Resume with the objective and the "
             "model that it was saved with"
         ) from error
+    store.put_back({})
     if content["ranks"] == ranks.world:
+        store.put_back(torch.load(folder / f"kept-{ranks.rank}.pt", weights_only=True, mmap=True))
         random = torch.load(folder / f"random-{ranks.rank}.pt", weights_only=True)
         torch.set_rng_state(random["cpu"])
         if torch.cuda.is_available():
             torch.cuda.set_rng_state_all(random["cuda"])
     for part in parts:
         part.optimizer.batches = content["batches"]
-    return LearnerState(content["version"], content["batches"], content["extra"])
+    return LearnerState(content["version"], content["batches"])
 
 
 def _aside(folder: Path) -> Path:

@@ -58,14 +58,11 @@ class Critic:
         config: LearnerConfig,
         mesh: DeviceMesh,
         ranks: Collective,
-        total_batches: int,
     ) -> None:
         """Raises ModelError when the model in `path` does not load."""
         model = ValueModel(load_model(path, torch.float32).eval())
         self.model = shard_module(model, model.layers, config, mesh)
-        self.optimizer = Optimizer(
-            self.model, value_model.optimizer, config.schedule, total_batches, ranks
-        )
+        self.optimizer = Optimizer(self.model, value_model.optimizer, config.schedule, ranks)
         self._token_budget = config.token_budget
         self._ranks = ranks
 

@@ -150,13 +150,11 @@ class LearnerGroup:
         results = await self._call("score", list(refs), timeout_s=self._config.step_timeout_s)
         return results[0]
 
-    async def save(
-        self, folder: str, extra: dict[str, Any], *, keep: int, export: bool = True
-    ) -> None:
+    async def save(self, folder: str, *, keep: int, export: bool = True) -> None:
         """Write and commit checkpoint `folder` (named step_N, visible to all ranks), keep the
-        `keep` newest beside it; `extra` is JSON that `load` gives back."""
+        `keep` newest beside it."""
         await self._call(
-            "save", folder, extra, keep=keep, export=export, timeout_s=self._config.step_timeout_s
+            "save", folder, keep=keep, export=export, timeout_s=self._config.step_timeout_s
         )
 
     async def load(self, folder: str) -> LearnerState:
@@ -169,10 +167,13 @@ class LearnerGroup:
         await self._call("export", folder, timeout_s=self._config.step_timeout_s)
 
     async def watch(self) -> None:
-        """Loop until a rank process on this node is gone, then raise LearnerDied: a rank may die
-        while nobody waits for it. Ranks on other nodes are noticed at the next call."""
+        """Loop until the group has ended or a rank process on this node is gone, then raise
+        LearnerDied: a rank may die while nobody waits for it. Ranks on other nodes are noticed at
+        the next call."""
         while True:
             await asyncio.sleep(_WATCH_PERIOD_S)
+            if self._failure is not None:
+                raise self._failure
             for info in self._infos:
                 if info.node_id == self._node_id and not _runs(info.pid):
                     raise self._ended(info.rank, f"its process {info.pid} is gone")

@@ -1,11 +1,13 @@
 """What crosses between the driver and the learner ranks besides batches. No torch, no Ray."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from learner.config import LearnerConfig, ObjectiveConfig
+
+COMPLETE = "COMPLETE"
+"""Name of the file that makes a folder a finished checkpoint."""
 
 
 class ModelError(ValueError):
@@ -20,15 +22,14 @@ class CheckpointError(ValueError):
 class LearnerSpec:
     """What all ranks of a learner are built from.
 
-    `model` is a folder or hub name; `objective` has the run's bounds filled in; `total_steps` ends
-    the learning-rate schedule; `rollout_dtype` (a torch name) is that of published and exported
-    weights. Where a rank's node has the folder `logs`, what the rank prints goes to a file there.
+    `model` is a folder or hub name; `objective` has the run's bounds filled in; `rollout_dtype` (a
+    torch name) is that of published and exported weights. Where a rank's node has the folder
+    `logs`, what the rank prints goes to a file there.
     """
 
     model: str
     config: LearnerConfig
     objective: ObjectiveConfig
-    total_steps: int
     max_response_tokens: int
     rollout_dtype: str
     seed: int
@@ -37,11 +38,10 @@ class LearnerSpec:
 
 @dataclass(frozen=True)
 class LearnerState:
-    """`version` of the weights, batch steps done (skipped ones too), and the caller's own JSON."""
+    """`version` of the weights, and batch steps done, skipped ones too."""
 
     version: int
     batches: int
-    extra: dict[str, Any]
 
 
 @dataclass(frozen=True)

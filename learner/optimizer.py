@@ -32,13 +32,11 @@ class Optimizer:
         policy: nn.Module,
         config: OptimizerConfig,
         schedule: ScheduleConfig,
-        total_batches: int,
         ranks: Collective,
     ) -> None:
         self._parameters = list(policy.parameters())
         self._config = config
         self._schedule = schedule
-        self._total_batches = total_batches
         self._ranks = ranks
         self.batches = 0
         matrices = [p for p in self._parameters if p.ndim > 1]
@@ -54,9 +52,9 @@ class Optimizer:
             fused=True,
         )
 
-    def begin_batch(self) -> float:
-        """Learning rate of the next batch, now set; counts the batch."""
-        factor = learning_rate_factor(self._schedule, self.batches, self._total_batches)
+    def begin_batch(self, total: int) -> float:
+        """Learning rate of the next batch, of `total`, now set; counts the batch."""
+        factor = learning_rate_factor(self._schedule, self.batches, total)
         for group in self.adamw.param_groups:
             group["lr"] = self._config.lr * factor
         self.batches += 1

@@ -64,9 +64,7 @@ class LearnerRank:
             config.collective_timeout_s,
         )
         self._policy = load_policy(spec.model, config, mesh)
-        self._optimizer = Optimizer(
-            self._policy, config.optimizer, config.schedule, spec.total_steps, self._ranks
-        )
+        self._optimizer = Optimizer(self._policy, config.optimizer, config.schedule, self._ranks)
         self._store = VersionStore(
             self._policy, spec.objective.max_staleness or 0, getattr(torch, config.param_dtype)
         )
@@ -97,7 +95,7 @@ class LearnerRank:
             reference = Reference(spec.model, config.reference, config, mesh, self._scorer, ranks)
         if spec.objective.needs_critic:
             path = config.value_model.path or spec.model
-            self._critic = Critic(path, config.value_model, config, mesh, ranks, spec.total_steps)
+            self._critic = Critic(path, config.value_model, config, mesh, ranks)
         return BatchScorer(
             self._policy,
             self._store,
@@ -146,25 +144,24 @@ class LearnerRank:
         float32, flat in row order: at the sampling temperature, and at temperature 1."""
         return self._scorer.everything(read_rows(self._fetch(refs)))
 
-    def save(self, folder: str, extra: dict[str, Any], *, keep: int, export: bool) -> None:
+    def save(self, folder: str, *, keep: int, export: bool) -> None:
         """Write a checkpoint, with an `hf/` export inside it if asked, and commit it."""
-        self.stage(folder, extra, export=export)
+        self.stage(folder, export=export)
         if self._rank == 0:
             checkpoint.commit(Path(folder), keep=keep)
         self._ranks.barrier()
 
-    def stage(self, folder: str, extra: dict[str, Any], *, export: bool) -> None:
+    def stage(self, folder: str, *, export: bool) -> None:
         """As `save`, but leaves the checkpoint in its staging folder, for others to add to."""
         staging = checkpoint.staging_folder(Path(folder))
-        state = LearnerState(self.version, self._optimizer.batches, extra)
-        checkpoint.save_state(staging, self._parts(), self._ranks, state)
+        state = LearnerState(self.version, self._optimizer.batches)
+        checkpoint.save_state(staging, self._parts(), self._store, self._ranks, state)
         if export:
             self.export(str(staging / "hf"))
 
     def load(self, folder: str) -> LearnerState:
-        """Continue from a checkpoint; kept versions are forgotten."""
-        state = checkpoint.load_state(Path(folder), self._parts(), self._ranks)
-        self._store.forget()
+        """Continue from a checkpoint, with the versions that were kept then."""
+        state = checkpoint.load_state(Path(folder), self._parts(), self._store, self._ranks)
         self.version = state.version
         return state
 

@@ -122,9 +122,9 @@ class Trainer:
         known = self._scorer.score(request, plan, rows, row_of, self._objective)
         scored = clock()
         work = _Work(plan, rows, row_of, known, counts)
-        lr = self._optimizer.begin_batch()
+        lr = self._optimizer.begin_batch(request.total_steps)
         if self._critic is not None:
-            self._critic.optimizer.begin_batch()
+            self._critic.optimizer.begin_batch(request.total_steps)
         tally = _Tally(*self._zero_counts())
         for number in range(len(plan.optimizer_steps)):
             self._optimizer_step(work, number, request.version, tally)

@@ -34,7 +34,7 @@ class VersionStore:
         if not self._capacity or version in self._copies:
             return
         buffers = None
-        if len(self._copies) >= self._capacity:
+        while len(self._copies) >= self._capacity:
             buffers = self._copies.pop(min(self._copies))
         shards = local_shards(self._policy)
         if buffers is None:
@@ -48,9 +48,19 @@ class VersionStore:
         for version in self.versions[: max(0, len(self._copies) - capacity)]:
             del self._copies[version]
 
-    def forget(self) -> None:
-        """Drop every copy: the history that they belong to has ended."""
+    def copies(self) -> dict[int, list[Tensor]]:
+        """This rank's shards of every kept version, to be saved; not to be changed."""
+        return dict(self._copies)
+
+    @torch.no_grad()
+    def put_back(self, copies: dict[int, list[Tensor]]) -> None:
+        """Keep these copies, which `copies` gave, instead of those that are kept now. They may be
+        more than the capacity, until the next one is kept."""
         self._copies.clear()
+        for version, shards in copies.items():
+            buffers = [_host_buffer(shard, self._dtype) for shard in local_shards(self._policy)]
+            torch._foreach_copy_(buffers, shards)
+            self._copies[version] = buffers
 
     @contextmanager
     @torch.no_grad()

@@ -1,62 +1,67 @@
-"""Checkpoints of a run: the learner's state with the driver's beside it, saved as one.
+"""Checkpoints of a run.
 
-The learner writes its shards and, with them, one JSON object that the driver gives: the flow's
-state. Both become visible together or not at all.
+The learner writes its shards. Everything else that a resume needs is in the ledger and in the
+trajectory log, which is kept back to the oldest checkpoint.
 """
 
 import time
 from pathlib import Path
+from typing import Any
 
-from learner.group import LearnerGroup
+from orchestrator.calls import within
 from orchestrator.flow import Flow
 from orchestrator.operation_config import CheckpointConfig
 from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
+from orchestrator.store import STORE_TIMEOUT_S
+from orchestrator.supervised_learner import SupervisedLearner
 
 
 class Checkpointing:
-    """Saves after a step and restores before the first one."""
+    """Saves after a step."""
 
     def __init__(
         self,
         config: CheckpointConfig,
         directory: RunDirectory,
-        learner: LearnerGroup,
+        learner: SupervisedLearner,
         flow: Flow,
+        store: Any,
         reporter: Reporter,
     ) -> None:
         self._config = config
         self._directory = directory
         self._learner = learner
         self._flow = flow
+        self._store = store
         self._reporter = reporter
-        self._saved_step: int | None = None
-
-    @property
-    def saved_step(self) -> int | None:
+        self.saved_step: int | None = None
         """Step of the newest checkpoint that this run wrote or started from."""
-        return self._saved_step
 
     async def save(self) -> Path:
         """The checkpoint of the flow's current step, written unless it is there; beyond `keep`,
         older ones go."""
-        path = self._directory.checkpoint(self._flow.step)
-        if self._flow.step == self._saved_step:
+        flow = self._flow
+        path = self._directory.checkpoint(flow.step)
+        if flow.step == self.saved_step:
             return path
         started = time.monotonic()
         try:
-            await self._learner.save(
-                str(path), self._flow.state(), keep=self._config.keep, export=self._config.export
-            )
+            # A checkpoint ahead of the ledger could not be resumed from.
+            await flow.flush()
+            await self._learner.save(str(path), keep=self._config.keep, export=self._config.export)
         except Exception:
             self._reporter.checkpoint_failed()
             raise
-        self._saved_step = self._flow.step
-        self._reporter.checkpointed(self._flow.step, time.monotonic() - started)
+        self.saved_step = flow.step
+        self._reporter.checkpointed(flow.step, time.monotonic() - started)
+        await self._trim_log()
         return path
 
-    async def load(self, path: Path) -> None:
-        """Put learner and flow where they were when `path` was saved."""
-        state = await self._learner.load(str(path))
-        self._flow.restore(state.extra, lineage=self._directory.next_lineage())
-        self._saved_step = self._flow.step
+    async def _trim_log(self) -> None:
+        steps = self._directory.checkpoint_steps()
+        unneeded = self._flow.unneeded_segments(min(steps, default=0))
+        if unneeded:
+            await within(
+                self._store.forget.remote(unneeded), STORE_TIMEOUT_S, "the trajectory store"
+            )

@@ -29,6 +29,7 @@ from orchestrator.errors import RunError
 from orchestrator.joining import join
 from orchestrator.operation_config import NODE_HOST
 from orchestrator.store import TrajectoryStore
+from orchestrator.trajectory_log import TrajectoryLog
 from verifiers.worker import VerifierWorker
 
 logger = logging.getLogger(__name__)
@@ -183,16 +184,16 @@ def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:
 class _StoreActor(TrajectoryStore):
     """Ray shell of the store: puts under the actor's own ownership."""
 
-    def __init__(self, log_path: str) -> None:
+    def __init__(self, folder: str, log_path: str) -> None:
         redirect_output(log_path)
-        super().__init__(put=ray.put)
+        super().__init__(ray.put, TrajectoryLog(Path(folder)))
 
 
-def create_store(logs: Path) -> Any:
-    """The trajectory store actor, on the driver's node."""
+def create_store(folder: Path, logs: Path) -> Any:
+    """The trajectory store actor, on the driver's node; its log is in `folder`."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return (
         ray.remote(_StoreActor)
         .options(num_cpus=0, scheduling_strategy=here)
-        .remote(str(logs / "store.log"))
+        .remote(str(folder), str(logs / "store.log"))
     )

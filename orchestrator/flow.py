@@ -7,14 +7,12 @@ it what happened, and wait for its signal.
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from actors.trajectory import WeightLabel
 from actors.worker import GroupReceipt
-from learner.batch import StepResult
+from learner.batch import StepRequest, StepResult
 from learner.rewards import zero_variance
 from orchestrator.admission import Admission, StalePolicy, drops_group
 from orchestrator.config import RunConfig
@@ -26,13 +24,17 @@ from orchestrator.signal import Signal
 from orchestrator.steering import Limits
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task
+from orchestrator.trajectory_log import GroupKey, Retention
 from orchestrator.transitions import (
     Admitted,
     Dropped,
     Failed,
     Generated,
+    Journal,
     Ready,
     Retried,
+    Stepped,
+    Transition,
     Verified,
     consumed_batch,
 )
@@ -60,21 +62,32 @@ class Lease:
 class Flow:
     """What is under way, and the learner's place in it."""
 
-    def __init__(self, config: RunConfig, tasks: Sequence[Task], changed: Signal) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        tasks: Sequence[Task],
+        changed: Signal,
+        journal: Journal | None = None,
+    ) -> None:
         self._config = config
         self._tasks = tasks
+        self._journal = journal
         self._by_id = {task.task_id: task for task in tasks}
         self._policy = StalePolicy(config.queue.policy)
         self._cursor = TaskCursor(len(tasks), config.seed)
         self._admission = Admission(config.groups_per_batch, config.max_staleness)
         self._queue: ReadyQueue[ReadyGroup] = self._new_queue()
-        self.ledger = Ledger()
+        self._retention = Retention()
+        self.ledger = Ledger(journal)
         self._leases: dict[int, Lease] = {}
-        self._readmit: deque[Task] = deque()
         self._left_untrained = 0
         self.changed = changed
-        self.step = 0
         self.lineage = 0
+
+    @property
+    def step(self) -> int:
+        """Batch steps done."""
+        return self.ledger.step
 
     @property
     def version(self) -> int:
@@ -98,18 +111,20 @@ class Flow:
         group_id = self._admission.admit(worker_version)
         if group_id is None:
             return None
-        task = self._readmit.popleft() if self._readmit else self._tasks[self._cursor.next()]
+        task = self._tasks[self._cursor.next()]
         self._queue.reserve(group_id)
+        lease = self._leases[group_id] = self._lease(group_id, 0, task)
+        self.ledger.apply(Admitted(group_id, task.task_id, lease.samples))
+        self.changed.notify()
+        return lease
+
+    def _lease(self, group_id: int, attempt: int, task: Task) -> Lease:
         rollout = self._config.rollout
         seed = None
         if rollout.seeded:
             # Sample i of a group draws from seed + i: groups must not share seeds.
             seed = self._config.seed * SEED_STRIDE + group_id * rollout.samples_per_group
-        lease = Lease(group_id, 0, task, rollout.samples_per_group, seed)
-        self._leases[group_id] = lease
-        self.ledger.apply(Admitted(group_id, task.task_id, lease.samples))
-        self.changed.notify()
-        return lease
+        return Lease(group_id, attempt, task, rollout.samples_per_group, seed)
 
     def _enough_admitted(self) -> bool:
         """Whether the remaining steps can consume all that is under way."""
@@ -133,8 +148,8 @@ class Flow:
         if lease.attempt + 1 - pardons < limit:
             self.ledger.apply(Retried(lease.group_id, reason, detail))
             self._admission.retry(lease.group_id)
-            self._leases[lease.group_id] = Lease(
-                lease.group_id, lease.attempt + 1, lease.task, lease.samples, lease.seed, pardons
+            self._leases[lease.group_id] = replace(
+                lease, attempt=lease.attempt + 1, pardoned=pardons
             )
             logger.info("group %d is tried again: %s (%s)", lease.group_id, reason, detail)
         else:
@@ -156,6 +171,7 @@ class Flow:
     def ready(self, lease: Lease, group: ReadyGroup) -> None:
         """The store owns the group; it queues up unless it has nothing to teach."""
         self.ledger.apply(Ready(lease.group_id, lease.attempt))
+        self._retention.kept(lease.group_id, group.segment)
         reason = self._uninformative(group)
         if reason:
             self._drop(lease.group_id, reason)
@@ -190,21 +206,49 @@ class Flow:
             await self.changed.wait()
         return None
 
+    def request(self, groups: Sequence[ReadyGroup]) -> StepRequest:
+        """What the learner is asked to do with a batch."""
+        return StepRequest(
+            self.step,
+            self.version,
+            self._admission.max_staleness,
+            self._config.steps,
+            tuple(group.entry for group in groups),
+        )
+
     def trained(self, groups: Sequence[ReadyGroup], result: StepResult) -> None:
         """The learner has consumed the batch; without new weights its groups leave as dropped."""
         attempts = {group.entry.group_id: group.attempt for group in groups}
+        fates: Sequence[Transition]
         if result.changed:
-            self.ledger.apply(*consumed_batch(self.version + 1, attempts, result.fates))
+            fates = consumed_batch(self.version + 1, attempts, result.fates)
+        else:
+            fates = [Dropped(group_id, "skipped_batch") for group_id in attempts]
+        done = Stepped(
+            self.step + 1,
+            self.version + result.changed,
+            self._admission.max_staleness,
+            self._config.steps,
+            tuple(attempts.items()),
+        )
+        self.ledger.apply(*fates, done)
+        if result.changed:
             self._admission.consumed(attempts)
             self._left_untrained = 0
-            for group_id in attempts:
-                self._release(group_id)
-        else:
-            for group_id in attempts:
-                self._drop(group_id, "skipped_batch")
-        self.step += 1
+        for group_id in attempts:
+            self._retention.left(group_id, self.step)
+            if not result.changed:
+                self._admission.leave(group_id)
+            self._release(group_id)
         self.ledger.check()
         self.changed.notify()
+        if not result.changed:
+            self._count_untrained("the last batch changed nothing", len(attempts))
+
+    async def flush(self) -> None:
+        """Return once all that happened so far would survive the end of this process."""
+        if self._journal is not None:
+            await self._journal.flush()
 
     def _drop_stale(self) -> bool:
         """Drop ready groups that the policy refuses; whether there were any."""
@@ -256,14 +300,15 @@ class Flow:
 
     def _leave(self, group_id: int) -> None:
         self._admission.leave(group_id)
+        self._retention.left(group_id, None)
         self._release(group_id)
 
     def _release(self, group_id: int) -> None:
         self._queue.release(group_id)
         del self._leases[group_id]
 
-    def _count_untrained(self, last: str) -> None:
-        self._left_untrained += 1
+    def _count_untrained(self, last: str, groups: int = 1) -> None:
+        self._left_untrained += groups
         limit = self._config.supervision.max_untrained_batches * self._batch_groups
         if self._left_untrained >= limit:
             raise RunError(
@@ -310,41 +355,52 @@ class Flow:
             f"{len(self._admission.waiting)} waiting to be tried again"
         )
 
-    def state(self) -> dict[str, Any]:
-        """JSON form for a checkpoint."""
-        return {
-            "step": self.step,
-            "version": self.version,
-            "cursor": self._cursor.state(),
-            "ledger": self.ledger.snapshot(),
-            "readmit": [task.task_id for task in self._readmit],
-        }
+    def unneeded_segments(self, oldest_checkpoint: int) -> list[int]:
+        """Segments of the trajectory log that only steps before this checkpoint used."""
+        return self._retention.release(oldest_checkpoint)
 
-    def restore(self, state: dict[str, Any], *, lineage: int) -> None:
-        """Continue from `state` as `lineage`; tasks that were under way are admitted anew.
+    def restore(
+        self, ledger: Ledger, ready: Mapping[GroupKey, ReadyGroup], *, lineage: int
+    ) -> None:
+        """Continue from a ledger that was replayed, as `lineage`. `ready` has the content of its
+        ready groups; a group without any keeps its place and is generated once more.
 
         Raises RunError when the data no longer holds a task that was under way.
         """
-        self.ledger = Ledger.restore(state["ledger"])
-        under_way = self.ledger.give_back(self.ledger.unfinished(), "resumed")
-        try:
-            self._readmit = deque(self._by_id[t] for t in [*under_way, *state["readmit"]])
-            self._cursor = TaskCursor.from_state(state["cursor"], len(self._tasks))
-        except (KeyError, ValueError) as error:
-            raise RunError(
-                f"the data is not the checkpoint's: {error}. Resume with the same data."
-            ) from error
+        self.ledger, self.lineage = ledger, lineage
+        self._cursor = TaskCursor(len(self._tasks), self._config.seed, drawn=ledger.admitted)
+        under_way = ledger.unfinished()
         self._admission = Admission(
             self._batch_groups,
-            self._config.max_staleness,
-            version=state["version"],
-            next_group=self.ledger.next_group,
+            self._admission.max_staleness,
+            version=ledger.version,
+            next_group=ledger.next_group,
+            live=under_way,
         )
-        self._queue = self._new_queue()
-        self._leases = {}
-        self.step = state["step"]
-        self.lineage = lineage
+        self._queue, self._retention, self._leases = self._new_queue(), Retention(), {}
+        for group_id in under_way:
+            group = ledger.group(group_id)
+            assert group is not None
+            self._queue.take_back(group_id)
+            lease = self._leases[group_id] = self._lease(
+                group_id, group.attempt, self._task(group.task_id)
+            )
+            if content := ready.get((group_id, group.attempt)):
+                self._retention.kept(group_id, content.segment)
+                self._queue.put(group_id, content, content.nbytes, time.monotonic())
+            else:
+                detail = f"its {group.state} content did not survive"
+                self.attempt_failed(lease, "resumed", detail, pardoned=True)
         self.changed.notify()
+
+    def _task(self, task_id: str) -> Task:
+        try:
+            return self._by_id[task_id]
+        except KeyError:
+            raise RunError(
+                f"task {task_id!r} was under way and is no longer in the data. Resume with the "
+                "same data."
+            ) from None
 
     def _new_queue(self) -> ReadyQueue[ReadyGroup]:
         queue = self._config.queue

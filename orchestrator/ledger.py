@@ -3,8 +3,8 @@
     admitted → generated → verified → ready → consumed | dropped(reason)
        ↑___________|__________|_________|  retried(reason): the attempt's samples are superseded
 
-and from any of the four states failed(reason), or returned: the place is given up, its samples
-are superseded and its task is admitted anew under another id.
+and from any of the four states failed(reason). Batch steps are events too, so that a ledger made
+of a journal's events knows where the learner stood.
 
 A pure state machine over typed transitions. Groups that ended are forgotten but for the counts,
 so a ledger is as large as what is in flight; what ended is in the journal. Over completed samples
@@ -14,7 +14,7 @@ transition; failed tasks are counted apart.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self, assert_never
 
 from orchestrator.ledger_counts import Counts, Fate, Totals
@@ -25,16 +25,16 @@ from orchestrator.transitions import (
     Failed,
     Generated,
     GroupState,
+    GroupTransition,
     Journal,
     LedgerError,
     Ready,
     Retried,
-    Returned,
+    Stepped,
     Transition,
     Verified,
 )
 
-SNAPSHOT_FORMAT = 1
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,39}")
 
 
@@ -59,7 +59,6 @@ class LedgerReport:
     admitted_tasks: int
     consumed_tasks: int
     dropped_tasks: int
-    returned_tasks: int
     failed_by_reason: Mapping[str, int]
     in_flight_by_state: Mapping[str, int]
     lengths: Mapping[str, Mapping[str, int]]
@@ -73,7 +72,7 @@ class LedgerReport:
     @property
     def balanced(self) -> bool:
         """Samples, tokens and tasks all add up."""
-        ended = self.consumed_tasks + self.dropped_tasks + self.returned_tasks + self.failed_tasks
+        ended = self.consumed_tasks + self.dropped_tasks + self.failed_tasks
         tasks = self.admitted_tasks == ended + sum(self.in_flight_by_state.values())
         return tasks and self.samples.balanced and self.tokens.balanced
 
@@ -88,7 +87,6 @@ class LedgerReport:
                 "admitted": self.admitted_tasks,
                 "consumed": self.consumed_tasks,
                 "dropped": self.dropped_tasks,
-                "returned": self.returned_tasks,
                 "in_flight": dict(self.in_flight_by_state),
             },
             "lengths": {name: dict(buckets) for name, buckets in self.lengths.items()},
@@ -105,8 +103,37 @@ class Ledger:
         self._next_group = 0
         self._version = 0
         self._counts = Counts()
-        self._tasks = {"admitted": 0, "consumed": 0, "dropped": 0, "returned": 0}
+        self._step = 0
+        self._tasks = {"admitted": 0, "consumed": 0, "dropped": 0}
         self._failed: dict[str, int] = {}
+
+    @classmethod
+    def replayed(cls, history: Iterable[Transition], journal: Journal | None = None) -> Self:
+        """The ledger that `history` leads to; what follows goes to `journal`.
+
+        Raises LedgerError at the first transition that cannot follow those before it.
+        """
+        ledger = cls()
+        for transition in history:
+            ledger._apply(transition)
+        ledger._journal = journal
+        ledger.check()
+        return ledger
+
+    @property
+    def step(self) -> int:
+        """Batch steps done."""
+        return self._step
+
+    @property
+    def version(self) -> int:
+        """The learner's version after them."""
+        return self._version
+
+    @property
+    def admitted(self) -> int:
+        """Tasks admitted so far."""
+        return self._tasks["admitted"]
 
     @property
     def next_group(self) -> int:
@@ -121,6 +148,11 @@ class Ledger:
     def group(self, group_id: int) -> LiveGroup | None:
         """A group that has not ended, to read; None otherwise."""
         return self._live.get(group_id)
+
+    def ready(self) -> list[tuple[int, int]]:
+        """Group and attempt of those that wait for the learner, in admission order."""
+        found = self._live.items()
+        return sorted((g, live.attempt) for g, live in found if live.state is GroupState.READY)
 
     def unfinished(self) -> list[int]:
         """Groups that have not ended, in admission order."""
@@ -141,13 +173,6 @@ class Ledger:
             if self._journal is not None and applied:
                 self._journal.append(applied)
 
-    def give_back(self, group_ids: Iterable[int], reason: str) -> list[str]:
-        """Return groups, so that their tasks are admitted anew; the tasks, in admission order."""
-        ordered = sorted(group_ids)
-        tasks = [self._require(group_id).task_id for group_id in ordered]
-        self.apply(*(Returned(group_id, reason) for group_id in ordered))
-        return tasks
-
     def report(self) -> LedgerReport:
         """Counts now; what is pending is counted from the groups in flight. O(in flight)."""
         by_state = dict.fromkeys(GroupState, 0)
@@ -164,7 +189,6 @@ class Ledger:
             admitted_tasks=self._tasks["admitted"],
             consumed_tasks=self._tasks["consumed"],
             dropped_tasks=self._tasks["dropped"],
-            returned_tasks=self._tasks["returned"],
             failed_by_reason=dict(self._failed),
             in_flight_by_state={state.value: count for state, count in by_state.items()},
             lengths={"generated": counts.generated_lengths.as_dict(), **lengths},
@@ -177,45 +201,6 @@ class Ledger:
             raise LedgerError(f"the ledger does not balance: {report.as_dict()}")
         return report
 
-    def snapshot(self) -> dict[str, Any]:
-        """JSON form of the whole ledger, for `restore`."""
-        return {
-            "format": SNAPSHOT_FORMAT,
-            "next_group": self._next_group,
-            "version": self._version,
-            "counts": self._counts.state(),
-            "tasks": dict(self._tasks),
-            "failed": dict(self._failed),
-            "live": [{"group_id": g, **asdict(group)} for g, group in self._live.items()],
-        }
-
-    @classmethod
-    def restore(cls, snapshot: Mapping[str, Any], journal: Journal | None = None) -> Self:
-        """The ledger as it was. Raises LedgerError for another format or a damaged balance.
-
-        Groups in flight are still in flight: `give_back` those whose content is gone.
-        """
-        if snapshot.get("format") != SNAPSHOT_FORMAT:
-            raise LedgerError(
-                f"ledger snapshot of format {snapshot.get('format')!r}, expected {SNAPSHOT_FORMAT}"
-            )
-        ledger = cls(journal)
-        ledger._next_group = snapshot["next_group"]
-        ledger._version = snapshot["version"]
-        ledger._counts = Counts.from_state(snapshot["counts"])
-        ledger._tasks = dict(snapshot["tasks"])
-        ledger._failed = dict(snapshot["failed"])
-        for row in snapshot["live"]:
-            ledger._live[row["group_id"]] = LiveGroup(
-                row["task_id"],
-                row["samples"],
-                row["attempt"],
-                GroupState(row["state"]),
-                tuple(row["response_tokens"]),
-            )
-        ledger.check()
-        return ledger
-
     def _apply(self, transition: Transition) -> None:
         match transition:
             case Admitted():
@@ -223,9 +208,9 @@ class Ledger:
             case Generated():
                 self._generate(transition)
             case Verified():
-                self._step(transition, GroupState.GENERATED, GroupState.VERIFIED)
+                self._advance(transition, GroupState.GENERATED, GroupState.VERIFIED)
             case Ready():
-                self._step(transition, GroupState.VERIFIED, GroupState.READY)
+                self._advance(transition, GroupState.VERIFIED, GroupState.READY)
             case Retried():
                 group = self._take_samples(transition, Fate.SUPERSEDED)
                 group.attempt += 1
@@ -239,10 +224,18 @@ class Ledger:
             case Failed():
                 self._end(transition, Fate.DROPPED, None)
                 self._failed[transition.reason] = self._failed.get(transition.reason, 0) + 1
-            case Returned():
-                self._end(transition, Fate.SUPERSEDED, "returned")
+            case Stepped():
+                self._finish_step(transition)
             case _:
                 assert_never(transition)
+
+    def _finish_step(self, transition: Stepped) -> None:
+        if transition.step != self._step + 1 or transition.version != self._version:
+            raise LedgerError(
+                f"step {transition.step} to version {transition.version} cannot follow step "
+                f"{self._step} at version {self._version}"
+            )
+        self._step = transition.step
 
     def _admit(self, transition: Admitted) -> None:
         if transition.group_id < self._next_group:
@@ -258,12 +251,12 @@ class Ledger:
         lengths = tuple(transition.response_tokens)
         if len(lengths) != group.samples or min(lengths) < 0:
             raise _illegal(transition, f"expected {group.samples} lengths")
-        self._step(transition, GroupState.ADMITTED, GroupState.GENERATED)
+        self._advance(transition, GroupState.ADMITTED, GroupState.GENERATED)
         group.response_tokens = lengths
         for tokens in lengths:
             self._counts.generated(tokens)
 
-    def _step(
+    def _advance(
         self, transition: Generated | Verified | Ready, before: GroupState, after: GroupState
     ) -> None:
         group = self._at(transition, before)
@@ -293,17 +286,13 @@ class Ledger:
         self._tasks["consumed"] += 1
         del self._live[transition.group_id]
 
-    def _end(
-        self, transition: Dropped | Failed | Returned, fate: Fate, counter: str | None
-    ) -> None:
+    def _end(self, transition: Dropped | Failed, fate: Fate, counter: str | None) -> None:
         self._take_samples(transition, fate)
         del self._live[transition.group_id]
         if counter:
             self._tasks[counter] += 1
 
-    def _take_samples(
-        self, transition: Retried | Dropped | Failed | Returned, fate: Fate
-    ) -> LiveGroup:
+    def _take_samples(self, transition: Retried | Dropped | Failed, fate: Fate) -> LiveGroup:
         """Count the attempt's samples under this fate and take them off the group."""
         group = self._require(transition.group_id)
         _require_code(transition, transition.reason)
@@ -330,10 +319,10 @@ class Ledger:
         return group
 
 
-def _illegal(transition: Transition, why: str) -> LedgerError:
+def _illegal(transition: GroupTransition, why: str) -> LedgerError:
     return LedgerError(f"{type(transition).__name__} of group {transition.group_id}: {why}")
 
 
-def _require_code(transition: Transition, reason: str) -> None:
+def _require_code(transition: GroupTransition, reason: str) -> None:
     if not _REASON.fullmatch(reason):
         raise _illegal(transition, f"the reason {reason!r} is no short code such as `worker_lost`")

@@ -7,7 +7,7 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any
 
 LENGTH_EDGES = (0, *(1 << power for power in range(20)))
 """Upper bounds of the length buckets in response tokens, inclusive; one more bucket is above."""
@@ -98,23 +98,13 @@ class UnitCounts:
             superseded_by_reason=dict(self.ended[Fate.SUPERSEDED]),
         )
 
-    def state(self) -> dict[str, Any]:
-        """JSON form, for `from_state`."""
-        ended = {fate.value: dict(reasons) for fate, reasons in self.ended.items()}
-        return {"generated": self.generated, "ended": ended}
 
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """The counts that `state` was taken of."""
-        return cls(state["generated"], {fate: dict(state["ended"][fate]) for fate in Fate})
-
-
+@dataclass
 class LengthHistogram:
     """Samples per bucket of response length."""
 
-    def __init__(self, counts: list[int] | None = None) -> None:
-        self.counts = counts or [0] * (len(LENGTH_EDGES) + 1)
-        """One per edge, and one for what is longer than the last."""
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LENGTH_EDGES) + 1))
+    """One per edge, and one for what is longer than the last."""
 
     def add(self, tokens: int) -> None:
         """Count a sample of so many response tokens."""
@@ -165,22 +155,3 @@ class Counts:
             reason = max(sorted(masked), key=lambda name: masked[name], default="empty")
         self.samples.end(fate, reason, 1)
         self.ended_lengths[fate].add(length)
-
-    def state(self) -> dict[str, Any]:
-        """JSON form, for `from_state`."""
-        return {
-            "samples": self.samples.state(),
-            "tokens": self.tokens.state(),
-            "generated_lengths": list(self.generated_lengths.counts),
-            "ended_lengths": {f.value: list(h.counts) for f, h in self.ended_lengths.items()},
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """The counts that `state` was taken of."""
-        return cls(
-            UnitCounts.from_state(state["samples"]),
-            UnitCounts.from_state(state["tokens"]),
-            LengthHistogram(list(state["generated_lengths"])),
-            {fate: LengthHistogram(list(state["ended_lengths"][fate])) for fate in Fate},
-        )

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from learner.attribution import coarser, diagnose
-from learner.group import LearnerGroup
 from orchestrator.autoscaler import Load
 from orchestrator.bottleneck import Phase
 from orchestrator.checkpointing import Checkpointing
@@ -36,6 +35,7 @@ from orchestrator.steering import (
     RunStatus,
     WorkerStatus,
 )
+from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.training import Training
 from orchestrator.verification import Verification
 from orchestrator.weight_sync import WeightSync
@@ -52,7 +52,7 @@ class Parts:
     config: RunConfig
     directory: RunDirectory
     flow: Flow
-    learner: LearnerGroup
+    learner: SupervisedLearner
     rollout: Fleet
     verifiers: Fleet
     sync: WeightSync
@@ -172,7 +172,10 @@ class LiveRun:
             for info in self.parts.learner.infos
         )
         return FleetStatus(
-            role=Role.LEARNER, target=self.parts.config.learner.ranks, restarts=0, workers=ranks
+            role=Role.LEARNER,
+            target=self.parts.config.learner.ranks,
+            restarts=self.parts.learner.restarts,
+            workers=ranks,
         )
 
     def load(self) -> Load:

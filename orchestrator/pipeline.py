@@ -7,34 +7,35 @@ few endless loops; one that ends by itself ends the run with its name and cause.
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors.trajectory import TrajectoryMeta
 from actors.weights import remove_staged
-from learner.group import LearnerDied, LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator import cluster
 from orchestrator.autoscaling import autoscale
 from orchestrator.bottleneck import Phase
-from orchestrator.calls import plain, within
+from orchestrator.calls import within
 from orchestrator.checkpointing import Checkpointing
 from orchestrator.config import RunConfig
-from orchestrator.errors import RunError
 from orchestrator.evaluation import Evaluation, EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
+from orchestrator.ledger import Ledger
+from orchestrator.ledger_file import LedgerFile
 from orchestrator.live_run import LiveRun, Parts
 from orchestrator.loops import beside
+from orchestrator.redo import Redo, recall
 from orchestrator.reporting import PhaseTimer, Reporter
 from orchestrator.restarts import RestartBudget
 from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
 from orchestrator.start_probe import check_pair, probe_prefixes
 from orchestrator.steering import RunState
+from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.task_loading import Tasks
 from orchestrator.training import Training
 from orchestrator.verification import Verification
@@ -70,20 +71,23 @@ class Pipeline:
         tasks: Tasks,
         meta: TrajectoryMeta,
         reporter: Reporter,
-        resume_from: Path | None,
+        ledger_file: LedgerFile,
+        resumed: bool,
     ) -> None:
         self._config = config
+        self._directory = directory
         self._run_id = directory.path.name
         self._reporter = reporter
-        self._resume_from = resume_from
+        self._ledger_file = ledger_file
+        self._resumed = resumed
         self._held_out = tasks.held_out
         self._interrupted = False
         self._before: EvaluationResult | None = None
         self._script: asyncio.Task[Outcome] | None = None
         self.changed = Signal()
-        self.flow = Flow(config, tasks.train, self.changed)
-        self._store = cluster.create_store(directory.logs)
-        self._learner = LearnerGroup(_learner_spec(config, directory))
+        self.flow = Flow(config, tasks.train, self.changed, ledger_file)
+        self._store = cluster.create_store(directory.trajectories, directory.logs)
+        self._learner = self._supervised_learner()
         self._rollout = self._rollout_fleet(meta, directory)
         self._verifiers = self._verifier_fleet(directory)
         self._wire_groups()
@@ -133,7 +137,7 @@ class Pipeline:
     def _wire_training(self, directory: RunDirectory) -> None:
         config, reporter = self._config, self._reporter
         self._checkpointing = Checkpointing(
-            config.checkpoint, directory, self._learner, self.flow, reporter
+            config.checkpoint, directory, self._learner, self.flow, self._store, reporter
         )
         self._training = Training(
             self.flow,
@@ -160,6 +164,17 @@ class Pipeline:
             reporter=self._reporter,
             evaluate=self._evaluate,
         )
+
+    def _supervised_learner(self) -> SupervisedLearner:
+        redo = Redo(self._directory, self._ledger_file, self._store, self._reporter.note)
+        learner = SupervisedLearner(
+            _learner_spec(self._config, self._directory),
+            lambda group: redo(group, step=self.flow.step),
+            budget=RestartBudget(self._config.supervision.restarts_per_hour),
+            note=self._reporter.note,
+        )
+        learner.on_replaced = self._publish_anew
+        return learner
 
     def _rollout_fleet(self, meta: TrajectoryMeta, directory: RunDirectory) -> Fleet:
         config = self._config
@@ -211,7 +226,7 @@ class Pipeline:
             "verifier fleet": self._verifiers.supervise(),
             "reporting": self._reporter.run(),
             "metrics": self._reporter.run_metrics(),
-            "learner watch": self._watch_learner(),
+            "learner watch": self._learner.watch(),
             "watchdog": Watchdog(
                 self.changed,
                 config.supervision,
@@ -252,14 +267,13 @@ class Pipeline:
         )
 
     async def _start(self) -> None:
+        if self._resumed:
+            await self._restore()
         self._reporter.note("starting learner, rollout and verifier workers")
         async with asyncio.TaskGroup() as group:
             group.create_task(self._learner.start())
             group.create_task(self._rollout.launch(self._config.rollout.workers))
             group.create_task(self._verifiers.launch(self._config.verifiers.workers))
-        if self._resume_from is not None:
-            await self._checkpointing.load(self._resume_from)
-            self._reporter.resumed(self.flow, self._resume_from)
         await self._sync.publish(self.flow.label)
         await self._sync.sync_all()
         report = await check_pair(
@@ -269,6 +283,21 @@ class Pipeline:
         self._reporter.note(
             f"engines agree: log-probabilities differ by {report.max_abs:.2g} at most"
         )
+
+    async def _restore(self) -> None:
+        """Put the flow where it was when the run ended, whatever ended it."""
+        ledger = Ledger.replayed(self._ledger_file.read(), self._ledger_file)
+        ready = await recall(self._store, ledger.ready())
+        self.flow.restore(ledger, ready, lineage=self._directory.next_lineage())
+        steps = self._directory.checkpoint_steps()
+        self._checkpointing.saved_step = max(steps, default=None)
+        self._reporter.resumed(self.flow, ready_groups=len(ready))
+
+    async def _publish_anew(self) -> None:
+        """Another learner stands where the one that died stood: a recovery, so a new lineage."""
+        self.flow.lineage = self._directory.next_lineage()
+        self._reporter.recovered(self.flow)
+        await self._sync.publish(self.flow.label)
 
     async def _start_verifier(self, actor: Any) -> Any:
         return await within(
@@ -294,12 +323,6 @@ class Pipeline:
         self._reporter.evaluation(when, self.flow, result)
         return result
 
-    async def _watch_learner(self) -> None:
-        try:
-            await self._learner.watch()
-        except LearnerDied as error:
-            raise explained(error) from error
-
     def _describe(self) -> str:
         """Who waits for what, for the watchdog's message."""
         return (
@@ -318,18 +341,11 @@ class Pipeline:
             remove_staged(self._run_id)
 
 
-def explained(error: LearnerDied | ValueError) -> RunError:
-    """The learner's error as the run's, with the log to look at."""
-    culprit = f"learner-{error.rank}" if isinstance(error, LearnerDied) else ""
-    return RunError(plain(str(error)), culprit=culprit)
-
-
 def _learner_spec(config: RunConfig, directory: RunDirectory) -> LearnerSpec:
     return LearnerSpec(
         model=config.model.path,
         config=config.learner,
         objective=config.learner.objective,
-        total_steps=config.steps,
         max_response_tokens=config.rollout.sampling.max_tokens,
         rollout_dtype=config.rollout.engine.dtype,
         seed=config.seed,

@@ -119,6 +119,10 @@ class ReadyQueue(Generic[T]):
         """Reserve the worst case for a group that is being admitted. Raises QueueError if full."""
         if bound := self.full():
             raise QueueError(f"group {group_id} cannot be admitted: the queue is full in {bound}")
+        self.take_back(group_id)
+
+    def take_back(self, group_id: int) -> None:
+        """Reserve the worst case for a group that was admitted before a restart: it always fits."""
         if group_id in self._bytes:
             raise QueueError(f"group {group_id} has a reservation already")
         self._untaken[group_id] = None

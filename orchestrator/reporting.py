@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -128,10 +127,18 @@ class Reporter:
         """One line about what happens outside of the steps."""
         self._console.note(text)
 
-    def resumed(self, flow: Flow, checkpoint: Path) -> None:
-        """The run goes on from a checkpoint; later records of its steps replace earlier ones."""
-        self.note(f"resumed at step {flow.step} from {checkpoint}")
+    def resumed(self, flow: Flow, *, ready_groups: int) -> None:
+        """The run goes on where its ledger ends."""
+        self.note(
+            f"resumed at step {flow.step}: {ready_groups} ready groups are back from the "
+            f"trajectory log, {flow.waiting} are generated once more"
+        )
         self._lines.write({"kind": "resume", "step": flow.step, "lineage": flow.lineage})
+
+    def recovered(self, flow: Flow) -> None:
+        """Another learner has taken over from one that died."""
+        self.note(f"the learner is back at step {flow.step}, as lineage {flow.lineage}")
+        self._lines.write({"kind": "recovery", "step": flow.step, "lineage": flow.lineage})
 
     def attempted(self, outcome: str, tokens: int) -> None:
         """An attempt at a group ended: completed with so many response tokens, failed or lost."""

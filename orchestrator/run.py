@@ -8,8 +8,8 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,18 @@ from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.control.server import ControlServer
-from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, RunError
+from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from orchestrator.flow import Flow
+from orchestrator.ledger_file import LedgerFile
 from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
-from orchestrator.pipeline import Outcome, Pipeline, explained
+from orchestrator.pipeline import Outcome, Pipeline
 from orchestrator.records import JsonLines
 from orchestrator.reporting import Reporter
+from orchestrator.resuming import differences, refusals
 from orchestrator.run_directory import RunDirectory
 from orchestrator.steering import RunState
+from orchestrator.supervised_learner import explained
 from orchestrator.task_loading import Tasks, fingerprint, load_tasks, load_tokenizer
 
 UPLOADED = "working_dir_files"
@@ -59,13 +62,9 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             f"warning: {runs_folder.resolve()} is a job's copy of its working directory, which Ray "
             "deletes: pass --runs-folder, or use `slipstream submit`"
         )
-    directory, checkpoint = _directory(config, runs_folder, resume)
+    directory = _directory(config, runs_folder, resume, console)
     _log_to(directory)
-    resolved = config.model_dump(mode="json")
-    if checkpoint is not None:
-        for change in differences(directory.read_config(), resolved):
-            console.note(f"warning: differs from the resumed run: {change}")
-    directory.write_config(resolved)
+    directory.write_config(config.model_dump(mode="json"))
     console.note(f"run directory: {directory.path}")
     meta = TrajectoryMeta(tokenizer=fingerprint(tokenizer), model=config.model.path)
     metrics = Metrics(
@@ -74,7 +73,10 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         objective=config.learner.objective.preset,
         verifiers=(task.verifier for task in (*tasks.train, *tasks.held_out)),
     )
-    with JsonLines(directory.metrics_jsonl) as lines:
+    with (
+        JsonLines(directory.metrics_jsonl) as lines,
+        closing(_ledger_file(directory, tasks, resume is not None)) as ledger_file,
+    ):
         reporter = Reporter(config, console, metrics, lines)
         try:
             if config.metrics.enabled:
@@ -83,7 +85,9 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
                 directory.write_targets([address])
                 console.note(f"metrics: http://{address}/metrics")
             config = cluster.connect(config)
-            outcome, flow = asyncio.run(_play(config, directory, tasks, meta, reporter, checkpoint))
+            outcome, flow = asyncio.run(
+                _play(config, directory, tasks, meta, reporter, ledger_file, resume is not None)
+            )
             summary = _summary(config, outcome, reporter, flow)
             directory.write_summary(summary)
             console.summary(summary, title=directory.path.name)
@@ -105,7 +109,8 @@ async def _play(
     tasks: Tasks,
     meta: TrajectoryMeta,
     reporter: Reporter,
-    checkpoint: Path | None,
+    ledger_file: LedgerFile,
+    resumed: bool,
 ) -> tuple[Outcome, Flow]:
     try:
         pipeline = Pipeline(
@@ -114,7 +119,8 @@ async def _play(
             tasks=tasks,
             meta=meta,
             reporter=reporter,
-            resume_from=checkpoint,
+            ledger_file=ledger_file,
+            resumed=resumed,
         )
         loop = asyncio.get_running_loop()
 
@@ -166,31 +172,38 @@ async def _steered(
 
 
 def _directory(
-    config: RunConfig, runs_folder: Path, resume: Path | None
-) -> tuple[RunDirectory, Path | None]:
+    config: RunConfig, runs_folder: Path, resume: Path | None, console: Console
+) -> RunDirectory:
+    """The directory to run in, which is this process's own from now on.
+
+    Raises ConfigError when the run to be resumed was another one.
+    """
     if resume is None:
-        return RunDirectory.create(runs_folder, config.name), None
+        directory = RunDirectory.create(runs_folder, config.name)
+        directory.lock()
+        return directory
     directory = RunDirectory.find(runs_folder, str(resume))
-    checkpoint = directory.newest_checkpoint()
-    if checkpoint is None:
-        raise RunError(
-            f"{directory.path} has no finished checkpoint to resume from. Start a new run, and "
-            "set checkpoint.every to save more often."
-        )
+    directory.lock()
+    changes = differences(directory.read_config(), config.model_dump(mode="json"))
+    if problems := refusals(changes):
+        raise ConfigError(f"{directory.path.name} cannot be resumed with this config", problems)
+    for key, (old, new) in changes.items():
+        console.note(f"changed since the run was started: {key} {old} -> {new}")
     directory.point_latest()
-    return directory, checkpoint
+    return directory
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Keys whose values differ between two resolved configurations, as `key old -> new`."""
-    found: list[str] = []
-    for key in sorted({*before, *now}):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            found.append(f"{prefix}{key} {old} -> {new}")
-    return found
+def _ledger_file(directory: RunDirectory, tasks: Tasks, resumed: bool) -> LedgerFile:
+    if not resumed:
+        return LedgerFile.create(directory.ledger, tasks=tasks.fingerprint)
+    ledger_file = LedgerFile(directory.ledger)
+    if ledger_file.about().get("tasks") != tasks.fingerprint:
+        ledger_file.close()
+        raise RunError(
+            "the training tasks are not those that the run was started with: their order would be "
+            "another one, so some would be drawn twice and others never. Resume with the same data."
+        )
+    return ledger_file
 
 
 def _log_to(directory: RunDirectory) -> None:

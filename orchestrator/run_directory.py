@@ -4,6 +4,7 @@ Knows names and layout, not what the files mean. Files are replaced whole, so th
 crash never sees half of one.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from learner.messages import COMPLETE
 from orchestrator.errors import RunError, UsageError
 from orchestrator.records import finite_or_none
 
@@ -37,7 +39,7 @@ class RunDirectory:
         try:
             runs_folder.mkdir(parents=True, exist_ok=True)
             run = cls(_make_unique(runs_folder, stem))
-            for folder in (run.checkpoints, run.logs):
+            for folder in (run.checkpoints, run.trajectories, run.logs):
                 folder.mkdir()
         except OSError as error:
             raise RunError(
@@ -82,6 +84,16 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def ledger(self) -> Path:
+        """The ledger's journal."""
+        return self.path / "ledger.sqlite"
+
+    @property
+    def trajectories(self) -> Path:
+        """Folder of the trajectory log."""
+        return self.path / "trajectories"
+
+    @property
     def logs(self) -> Path:
         """Folder with one log per process."""
         return self.path / "logs"
@@ -90,15 +102,41 @@ class RunDirectory:
         """Folder of the checkpoint after `step` batch steps."""
         return self.checkpoints / f"step_{step}"
 
-    def newest_checkpoint(self) -> Path | None:
-        """The finished checkpoint with the highest step, None without one.
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of the finished checkpoints, lowest first.
 
         One that a kill caught while it was being replaced counts: loading it brings it back.
         """
-        names = (entry.name for entry in self.checkpoints.iterdir() if entry.is_dir())
-        found = (re.fullmatch(r"step_(\d+)|\.step_(\d+)\.replaced", name) for name in names)
-        steps = [int(match.group(1) or match.group(2)) for match in found if match]
-        return self.checkpoint(max(steps)) if steps else None
+        found = (
+            (re.fullmatch(r"step_(\d+)|\.step_(\d+)\.replaced", entry.name), entry)
+            for entry in self.checkpoints.iterdir()
+        )
+        return sorted(
+            {
+                int(match.group(1) or match.group(2))
+                for match, entry in found
+                if match and (entry / COMPLETE).is_file()
+            }
+        )
+
+    def lock(self) -> None:
+        """Let this process be the only one that runs in here, for as long as it lives.
+
+        Raises RunError when another process does.
+        """
+        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 32).decode().strip()
+            os.close(handle)
+            raise RunError(
+                f"{self.path} is being run by process {owner or '?'}: stop that one first, with "
+                "`slipstream stop` for example."
+            ) from None
+        os.truncate(handle, 0)
+        os.write(handle, f"{os.getpid()}\n".encode())
+        # The handle stays open on purpose: the lock ends with the process.
 
     def next_lineage(self) -> int:
         """A number that no earlier resume of this run has had; the first run is lineage 0."""

@@ -13,10 +13,10 @@ import pyarrow as pa
 from actors.config import ProbeConfig
 from actors.parity import ParityReport, check_samples, tolerance
 from actors.trajectory import tokens
-from learner.group import LearnerGroup
 from orchestrator.calls import within
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
+from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.tasks import Task
 from orchestrator.workers import Worker
 
@@ -40,7 +40,7 @@ def probe_prefixes(tasks: Sequence[Task], config: ProbeConfig) -> tuple[tuple[in
 
 
 async def check_pair(
-    worker: Worker, learner: LearnerGroup, tasks: Sequence[Task], config: RunConfig
+    worker: Worker, learner: SupervisedLearner, tasks: Sequence[Task], config: RunConfig
 ) -> ParityReport:
     """Compare engine and learner on freshly sampled tokens. Raises RunError when they differ."""
     probe = config.rollout.probe

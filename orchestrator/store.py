@@ -1,11 +1,11 @@
 """The trajectory store: one actor on the driver's node that owns every ready group.
 
 A producer's objects die with it. The store pulls each verified group, joins rollout and verdict
-columns, checks the contract and puts the result under its own ownership; only then is the group
-ready. It knows neither the queue nor the learner's loop.
+columns, checks the contract, appends the result to the trajectory log and puts it under its own
+ownership; only then is the group ready. It knows neither the queue nor the learner's loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,10 @@ from actors.trajectory import (
     with_verdicts,
 )
 from learner.batch import GroupEntry
+from orchestrator.trajectory_log import GroupKey, TrajectoryLog
+
+STORE_TIMEOUT_S = 120.0
+"""Seconds for one call to the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class ReadyGroup:
     """Size of the record batch in the object store."""
     oldest_version: int
     """Lowest version that sampled a token of the group."""
+    segment: int
+    """Where the trajectory log has it."""
 
     @property
     def total_tokens(self) -> int:
@@ -44,17 +50,32 @@ class ReadyGroup:
 class TrajectoryStore:
     """Owner of ready groups; a Ray actor wraps it."""
 
-    def __init__(self, put: Callable[[pa.RecordBatch], Any]) -> None:
+    def __init__(self, put: Callable[[pa.RecordBatch], Any], log: TrajectoryLog) -> None:
         self._put = put
+        self._log = log
 
     def append(self, rollout: pa.RecordBatch, verdicts: pa.RecordBatch) -> ReadyGroup:
-        """Join, check and own one group. Raises TrajectoryError when the contract is broken."""
+        """Join, check, keep and own one group. Raises TrajectoryError when the contract is broken,
+        OSError when the disk does not take it."""
         batch = with_verdicts(rollout, verdicts)
         validate(batch, verdicts=True)
-        return summarise(batch, self._put(batch))
+        segment = self._log.append(batch)
+        return summarise(batch, self._put(batch), segment)
+
+    def recall(self, wanted: Collection[GroupKey]) -> dict[GroupKey, ReadyGroup]:
+        """Those of the wanted groups that the trajectory log still has, owned once more."""
+        found = self._log.read(wanted)
+        return {
+            key: summarise(batch, self._put(batch), segment)
+            for key, (segment, batch) in found.items()
+        }
+
+    def forget(self, segments: Collection[int]) -> None:
+        """Delete segments of the log that nothing needs any more."""
+        self._log.forget(segments)
 
 
-def summarise(batch: pa.RecordBatch, ref: Any) -> ReadyGroup:
+def summarise(batch: pa.RecordBatch, ref: Any, segment: int) -> ReadyGroup:
     """Scalars of a verified group that the driver and the learner's plan need."""
     _, prompt_offsets = tokens(batch, "prompt_ids")
     _, response_offsets = tokens(batch, "response_ids")
@@ -77,4 +98,5 @@ def summarise(batch: pa.RecordBatch, ref: Any) -> ReadyGroup:
         attempt=batch.column("attempt")[0].as_py(),
         nbytes=batch.nbytes,
         oldest_version=int(versions.min()),
+        segment=segment,
     )

@@ -26,6 +26,16 @@ class Tasks:
     held_out: tuple[Task, ...]
 
     @property
+    def fingerprint(self) -> str:
+        """Hash of the training tasks in their order."""
+        digest = hashlib.sha256()
+        for task in self.train:
+            digest.update(
+                repr((task.task_id, task.prompt_ids, task.answer, task.verifier)).encode()
+            )
+        return digest.hexdigest()[:16]
+
+    @property
     def overlap(self) -> int:
         """Held-out tasks whose prompt is a training prompt too, as small families give them."""
         trained = {task.prompt_ids for task in self.train}

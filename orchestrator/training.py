@@ -10,13 +10,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from learner.batch import StepRequest
-from learner.group import LearnerGroup
 from orchestrator.bottleneck import Phase
 from orchestrator.flow import Flow
 from orchestrator.reporting import PhaseTimer, Reporter
 from orchestrator.steering import NotNow
 from orchestrator.store import ReadyGroup
+from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.weight_sync import WeightSync
 
 
@@ -26,7 +25,7 @@ class Training:
     def __init__(
         self,
         flow: Flow,
-        learner: LearnerGroup,
+        learner: SupervisedLearner,
         sync: WeightSync,
         reporter: Reporter,
         *,
@@ -104,12 +103,11 @@ class Training:
     async def _train(self, groups: list[ReadyGroup], timer: PhaseTimer) -> PhaseTimer:
         """One batch step; the timer of the next one."""
         flow = self._flow
-        entries = tuple(group.entry for group in groups)
-        request = StepRequest(flow.step, flow.version, flow.limits.max_staleness, entries)
         with timer(Phase.TRAIN):
-            result = await self._learner.step(request)
+            result = await self._learner.step(flow.request(groups))
         timer.move(Phase.TRAIN, Phase.SCORE, result.metrics["score_s"])
         flow.trained(groups, result)
+        await flow.flush()
         with timer(Phase.PUBLISH):
             if result.changed:
                 await self._sync.publish(flow.label)

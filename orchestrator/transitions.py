@@ -1,4 +1,4 @@
-"""The events of a group's life, as the ledger takes them and a journal keeps them.
+"""The events of a run's groups and steps, as the ledger takes them and a journal keeps them.
 
 Plain data: which event may follow which is decided in `ledger`.
 """
@@ -100,16 +100,23 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
-    """The place is given up and the task is admitted anew, after a restart for example."""
+class Stepped:
+    """A batch step is done. Holds what it takes to do it again from the trajectory log."""
 
-    group_id: int
-    reason: str
+    step: int
+    """Steps done, this one included."""
+    version: int
+    """The learner's after the step: raised if the batch changed the weights."""
+    max_staleness: int
+    """The bound that held for it."""
+    total_steps: int
+    """Steps of the run at that time, which the learning-rate schedule depends on."""
+    groups: tuple[tuple[int, int], ...]
+    """Group and attempt, in the order in which the learner got them."""
 
 
-Transition = (
-    Admitted | Generated | Verified | Ready | Retried | Consumed | Dropped | Failed | Returned
-)
+GroupTransition = Admitted | Generated | Verified | Ready | Retried | Consumed | Dropped | Failed
+Transition = GroupTransition | Stepped
 
 
 class Journal(Protocol):
@@ -117,6 +124,9 @@ class Journal(Protocol):
 
     def append(self, transitions: Sequence[Transition]) -> None:
         """Keep transitions that the ledger has accepted, in this order."""
+
+    async def flush(self) -> None:
+        """Return once everything appended so far would survive the end of this process."""
 
 
 class SampleOutcome(Protocol):

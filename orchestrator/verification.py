@@ -16,12 +16,11 @@ from orchestrator.errors import RunError
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow, Lease
 from orchestrator.signal import Signal
-from orchestrator.store import ReadyGroup
+from orchestrator.store import STORE_TIMEOUT_S, ReadyGroup
 from orchestrator.tasks import Task
 from orchestrator.workers import LossReason, Worker
 from verifiers.verdict import Question
 
-STORE_TIMEOUT_S = 120.0
 ATTEMPTS = 3
 
 

@@ -18,13 +18,13 @@ from actors.parity import ProbeExpectation
 from actors.trajectory import WeightLabel
 from actors.weights import ChunkInfo, WeightManifest
 from actors.worker import SyncReport, WorkerInfo
-from learner.group import LearnerGroup
 from learner.messages import ProbeRequest, Publication
 from orchestrator.calls import DeadlineExceeded, root_cause, within
 from orchestrator.errors import RunError
 from orchestrator.fleet import Fleet
 from orchestrator.reporting import Reporter
 from orchestrator.signal import Signal
+from orchestrator.supervised_learner import LearnerReplaced, SupervisedLearner
 from orchestrator.workers import LossReason, Worker, WorkerState
 
 SYNC_STAGES = 3
@@ -38,7 +38,7 @@ class WeightSync:
 
     def __init__(
         self,
-        learner: LearnerGroup,
+        learner: SupervisedLearner,
         fleet: Fleet,
         config: RolloutConfig,
         *,
@@ -107,7 +107,10 @@ class WeightSync:
             self._config.probe.top_k,
             self._config.sampling.temperature,
         )
-        publication, refs = await self._learner.publish(str(label), probe)
+        try:
+            publication, refs = await self._learner.publish(str(label), probe)
+        except LearnerReplaced:
+            return  # the new learner's weights are published already
         self._manifests.append(self._manifest(label, publication, refs))
         self._reporter.published(time.monotonic() - started, publication.total_bytes)
         self._changed.notify()

@@ -48,7 +48,6 @@ class Recipe:
             model=self.config.model.path,
             config=config,
             objective=config.objective,
-            total_steps=1000,
             max_response_tokens=self.config.rollout.sampling.max_tokens,
             rollout_dtype=self.config.rollout.engine.dtype,
             seed=0,
@@ -66,6 +65,7 @@ class Recipe:
             step=version,
             version=version,
             max_staleness=self.config.max_staleness,
+            total_steps=1000,
             groups=tuple(entries),
         )
 

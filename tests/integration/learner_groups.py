@@ -34,6 +34,7 @@ from learner.messages import LearnerSpec
 VOCABULARY = 61
 TEMPERATURE = 0.7
 STALENESS = 2
+TOTAL_STEPS = 100
 META = TrajectoryMeta(tokenizer="test", model="test")
 
 
@@ -140,7 +141,7 @@ def spec(
         has_reference=settings.reference is not None,
         has_critic=True,
     )
-    return LearnerSpec(str(model), settings, resolved, 100, 16, "float32", seed=1)
+    return LearnerSpec(str(model), settings, resolved, 16, "float32", seed=1)
 
 
 def save_tiny_model(folder: Path, seed: int = 0) -> Path:
@@ -176,4 +177,5 @@ def weights_of(group: LearnerGroup) -> dict[str, torch.Tensor]:
 def train(
     group: LearnerGroup, version: int, entries: list[GroupEntry], bound: int = STALENESS
 ) -> StepResult:
-    return asyncio.run(group.step(StepRequest(version + 1, version, bound, tuple(entries))))
+    request = StepRequest(version + 1, version, bound, TOTAL_STEPS, tuple(entries))
+    return asyncio.run(group.step(request))

@@ -18,6 +18,7 @@ import torch
 from learner_groups import (
     STALENESS,
     TEMPERATURE,
+    TOTAL_STEPS,
     VOCABULARY,
     Sample,
     group_entry,
@@ -74,7 +75,7 @@ def groups(cluster, model: Path):
 def origin(groups: dict[int, LearnerGroup], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of the initial weights, from which each test starts."""
     folder = tmp_path_factory.mktemp("origin") / "step_0"
-    asyncio.run(groups[2].save(str(folder), {"cursor": [1, 2]}, keep=1))
+    asyncio.run(groups[2].save(str(folder), keep=1))
     return folder
 
 
@@ -293,24 +294,39 @@ def test_resume_continues_bit_for_bit(groups, origin: Path, tmp_path: Path) -> N
     for version in range(2):
         train(group, version, random_groups(seed=30 + version, version=version))
     for step in (1, 2):
-        folder = tmp_path / f"step_{step}"
-        asyncio.run(group.save(str(folder), {"cursor": step}, keep=1))
+        asyncio.run(group.save(str(tmp_path / f"step_{step}"), keep=1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
-    train(group, 2, random_groups(seed=32, version=2))
-    uninterrupted = weights_of(group)
+    # Tokens of older versions are scored under them: those are in the checkpoint too.
+    lagging = [random_groups(seed=32, version=0), random_groups(seed=33, version=1)]
+    uninterrupted = [train(group, 2 + i, batch) for i, batch in enumerate(lagging)]
+    assert uninterrupted[0].metrics["staleness_tokens/2"] > 0
+    weights = weights_of(group)
     asyncio.run(group.load(str(origin)))
     state = asyncio.run(group.load(str(tmp_path / "step_2")))
-    assert (state.version, state.batches, state.extra) == (2, 2, {"cursor": 2})
-    train(group, 2, random_groups(seed=32, version=2))
-    resumed = weights_of(group)
-    assert all(torch.equal(resumed[name], uninterrupted[name]) for name in uninterrupted)
+    assert (state.version, state.batches) == (2, 2)
+    resumed = [train(group, 2 + i, batch) for i, batch in enumerate(lagging)]
+    again = weights_of(group)
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    for first, second in zip(uninterrupted, resumed, strict=True):
+        assert first.fates == second.fates
+        timeless = {n: v for n, v in first.metrics.items() if not n.endswith("_s")}
+        assert timeless == {n: second.metrics[n] for n in timeless}
 
+
+def test_another_number_of_ranks_goes_on_from_the_same_weights(
+    groups, origin: Path, tmp_path: Path
+) -> None:
+    asyncio.run(groups[2].load(str(origin)))
+    train(groups[2], 0, random_groups(seed=30))
+    asyncio.run(groups[2].save(str(tmp_path / "step_1"), keep=1))
+    train(groups[2], 1, random_groups(seed=31, version=1))
+    weights = weights_of(groups[2])
     # As a kill leaves it in the middle of replacing the checkpoint by another of its name.
-    (tmp_path / "step_2").rename(tmp_path / ".step_2.replaced")
-    asyncio.run(groups[1].load(str(tmp_path / "step_2")))
-    train(groups[1], 2, random_groups(seed=32, version=2))
+    (tmp_path / "step_1").rename(tmp_path / ".step_1.replaced")
+    asyncio.run(groups[1].load(str(tmp_path / "step_1")))
+    train(groups[1], 1, random_groups(seed=31, version=1))
     resharded = weights_of(groups[1])
-    for name, tensor in uninterrupted.items():
+    for name, tensor in weights.items():
         torch.testing.assert_close(resharded[name], tensor, rtol=1e-4, atol=1e-6)
 
 
@@ -342,7 +358,7 @@ def test_export_is_a_model_folder(groups, origin: Path, tmp_path: Path) -> None:
 def test_killed_rank_is_named(groups, origin: Path) -> None:
     group = groups[3]
     asyncio.run(group.load(str(origin)))
-    request = StepRequest(1, 0, STALENESS, tuple(random_groups(seed=50, groups=40)))
+    request = StepRequest(1, 0, STALENESS, TOTAL_STEPS, tuple(random_groups(seed=50, groups=40)))
     victim = group.infos[1].pid
     survivors = [info.pid for info in group.infos if info.rank != 1]
 

@@ -87,7 +87,7 @@ def test_the_critic_learns_what_the_rewards_are(groups: Groups, tmp_path: Path) 
         losses.append(result.metrics["value_loss"])
     assert losses[-1] < losses[0]
     folder = tmp_path / f"step_{version}"
-    asyncio.run(group.save(str(folder), {}, keep=1, export=False))
+    asyncio.run(group.save(str(folder), keep=1, export=False))
     entries = random_groups(seed=71, version=version)
     first = train(group, version, entries)
     asyncio.run(group.load(str(folder)))

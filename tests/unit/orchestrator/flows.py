@@ -1,6 +1,7 @@
 """Flows for tests: a small configuration, and the events of a group's life in one call each."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from actors.worker import GroupReceipt
@@ -10,6 +11,7 @@ from orchestrator.flow import Flow, Lease
 from orchestrator.signal import Signal
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task
+from orchestrator.transitions import Journal, Transition
 
 SAMPLES = 2
 LENGTH = 3
@@ -34,9 +36,26 @@ def make_config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate(content).resolved()
 
 
-def make_flow(**changes: Any) -> Flow:
+class ListJournal:
+    """Keeps what it is given, call by call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[Transition]] = []
+
+    def append(self, transitions: Sequence[Transition]) -> None:
+        self.calls.append(list(transitions))
+
+    async def flush(self) -> None:
+        """Everything is kept at once."""
+
+    @property
+    def all(self) -> list[Transition]:
+        return [transition for call in self.calls for transition in call]
+
+
+def make_flow(journal: Journal | None = None, **changes: Any) -> Flow:
     tasks = [Task(f"t{i}", f"{i}", f"{i}", "exact", "unit", {}, (1, 2)) for i in range(7)]
-    return Flow(make_config(**changes), tasks, Signal())
+    return Flow(make_config(**changes), tasks, Signal(), journal)
 
 
 def complete(
@@ -44,6 +63,7 @@ def complete(
     lease: Lease,
     outcomes: tuple[float, ...] = (0.0, 1.0),
     oldest_version: int | None = None,
+    segment: int = 0,
 ) -> ReadyGroup:
     """Generate, verify and store one lease's group."""
     receipt = GroupReceipt(
@@ -70,7 +90,7 @@ def complete(
         truncated=(False,) * SAMPLES,
     )
     oldest = flow.version if oldest_version is None else oldest_version
-    group = ReadyGroup(entry, lease.attempt, 100, oldest)
+    group = ReadyGroup(entry, lease.attempt, 100, oldest, segment)
     flow.ready(lease, group)
     return group
 

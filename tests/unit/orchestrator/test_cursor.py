@@ -1,7 +1,5 @@
 """The task order: complete, seeded, resumable anywhere."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,22 +39,9 @@ def test_the_order_is_pinned():
 def test_a_resumed_cursor_goes_on_where_the_other_stood(size, seed, drawn):
     cursor = TaskCursor(size, seed)
     draw(cursor, drawn)
-    resumed = TaskCursor.from_state(json.loads(json.dumps(cursor.state())), size)
+    resumed = TaskCursor(size, seed, drawn=drawn)
     assert (resumed.epoch, resumed.position) == divmod(drawn, size)
     assert draw(resumed, 2 * size) == draw(cursor, 2 * size)
-
-
-def test_other_data_than_the_saved_order_is_refused():
-    state = TaskCursor(10, 0).state()
-    with pytest.raises(ValueError, match="over 10 tasks, the data now has 11"):
-        TaskCursor.from_state(state, 11)
-
-
-@pytest.mark.parametrize("damage", [{"position": 10}, {"position": -1}, {"epoch": -1}])
-def test_a_damaged_state_is_refused(damage):
-    state = {**TaskCursor(10, 0).state(), **damage}
-    with pytest.raises(ValueError, match="damaged"):
-        TaskCursor.from_state(state, 10)
 
 
 def test_no_tasks_are_refused():

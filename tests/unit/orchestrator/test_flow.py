@@ -3,11 +3,13 @@
 import asyncio
 
 import pytest
-from flows import SAMPLES, batch, complete, leases, make_flow, trained
+from flows import SAMPLES, ListJournal, batch, complete, leases, make_flow, trained
 
 from orchestrator.errors import RunError
 from orchestrator.flow import Flow
+from orchestrator.ledger import Ledger
 from orchestrator.store import ReadyGroup
+from orchestrator.transitions import Admitted
 
 
 def test_a_fresh_worker_gets_what_the_staleness_bound_allows() -> None:
@@ -123,20 +125,62 @@ async def _first_wait(flow: Flow) -> list[ReadyGroup] | None:
     return await waiting
 
 
-def test_resume_admits_what_was_under_way_anew() -> None:
-    flow = make_flow()
+def test_a_resumed_flow_goes_on_as_if_nothing_had_happened() -> None:
+    journal = ListJournal()
+    flow = make_flow(journal)
     under_way = leases(flow)
     for lease in under_way[:2]:
         complete(flow, lease)
     groups = batch(flow)
     assert groups is not None
     trained(flow, groups)
-    resumed = make_flow()
-    resumed.restore(flow.state(), lineage=3)
+    kept = complete(flow, under_way[2])
+    resumed = make_flow(journal)
+    ledger = Ledger.replayed(list(journal.all), journal)
+    assert ledger.ready() == [(2, 0)]
+    resumed.restore(ledger, {(2, 0): kept}, lineage=3)
     assert (resumed.step, resumed.version, resumed.label.lineage) == (1, 1, 3)
-    tasks = [lease.task.task_id for lease in leases(resumed, version=1)]
-    assert tasks[:2] == [lease.task.task_id for lease in under_way[2:]]
-    resumed.ledger.check()
+    assert resumed.queue_stats().ready_groups == 1
+    again, *new = leases(resumed, version=1)
+    assert (again.group_id, again.attempt, again.task) == (3, 1, under_way[3].task)
+    assert [lease.group_id for lease in new] == [4, 5]
+    assert [lease.task for lease in new] == [lease.task for lease in leases(flow, version=1)]
+    complete(resumed, again)
+    assert [g.entry.group_id for g in batch(resumed) or []] == [2, 3]
+    assert resumed.ledger.check().samples.superseded == 0, "it had no samples yet"
+
+
+def test_a_ready_group_whose_content_is_lost_is_generated_once_more() -> None:
+    journal = ListJournal()
+    flow = make_flow(journal, supervision={"attempts": 1})
+    complete(flow, leases(flow)[0])
+    resumed = make_flow(journal, supervision={"attempts": 1})
+    resumed.restore(Ledger.replayed(list(journal.all), journal), {}, lineage=1)
+    report = resumed.ledger.check()
+    assert report.samples.superseded_by_reason == {"resumed": SAMPLES}
+    assert report.failed_tasks == 0, "a restart of the run is not the task's failure"
+    assert [lease.group_id for lease in leases(resumed)] == [0, 1, 2, 3]
+
+
+def test_a_task_that_is_gone_from_the_data_is_named() -> None:
+    journal = ListJournal()
+    journal.append([Admitted(0, "no-such-task", SAMPLES)])
+    with pytest.raises(RunError, match="'no-such-task' was under way"):
+        make_flow().restore(Ledger.replayed(journal.all), {}, lineage=1)
+
+
+def test_segments_of_the_log_are_let_go_once_no_step_would_need_them() -> None:
+    flow = make_flow()
+    for number in range(3):
+        for lease in leases(flow, version=number):
+            complete(flow, lease, segment=number)
+        groups = batch(flow)
+        assert groups is not None
+        trained(flow, groups)
+    # Segment 0 was used by steps 1 and 2, segment 1 by step 3, segment 2 is on its way.
+    assert flow.unneeded_segments(1) == []
+    assert flow.unneeded_segments(2) == [0]
+    assert flow.unneeded_segments(9) == [1], "what is on its way stays"
 
 
 def test_every_task_is_drawn_once_per_epoch() -> None:

@@ -1,10 +1,11 @@
-"""The ledger: lifecycle, conservation in samples and tokens, snapshot and restore."""
+"""The ledger: lifecycle, conservation in samples and tokens, replay."""
 
+import copy
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from flows import ListJournal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,25 +21,11 @@ from orchestrator.transitions import (
     LedgerError,
     Ready,
     Retried,
-    Returned,
+    Stepped,
     Transition,
     Verified,
     consumed_batch,
 )
-
-
-class ListJournal:
-    """Keeps what it is given, call by call."""
-
-    def __init__(self) -> None:
-        self.calls: list[list[Transition]] = []
-
-    def append(self, transitions: Sequence[Transition]) -> None:
-        self.calls.append(list(transitions))
-
-    @property
-    def all(self) -> list[Transition]:
-        return [transition for call in self.calls for transition in call]
 
 
 @dataclass(frozen=True)
@@ -48,6 +35,11 @@ class Outcome:
     sample_id: str
     trained_tokens: int
     masked: dict[str, int] = field(default_factory=dict)
+
+
+def state(ledger: Ledger) -> dict:
+    """Everything a ledger knows."""
+    return {k: copy.deepcopy(v) for k, v in vars(ledger).items() if k != "_journal"}
 
 
 def to_ready(ledger: Ledger, group: int, lengths=(3, 5), attempt: int = 0) -> None:
@@ -191,11 +183,12 @@ ILLEGAL = [
     (Dropped(0, "worker-1: it died"), r"is no short code"),
     (Retried(0, ""), r"is no short code"),
     (Failed(0, "Oops"), r"is no short code"),
-    (Returned(0, "a b"), r"is no short code"),
     (Consumed(1, 0, 2, (3, 5), ({}, {})), r"group 1 has ended already"),
     (Dropped(2, "stale"), r"group 2 has ended already"),
     (Retried(7, "worker_lost"), r"group 7 was not admitted"),
     (Verified(-1, 0), r"group -1 was not admitted"),
+    (Stepped(2, 1, 0, 9, ()), r"step 2 to version 1 cannot follow step 0 at version 1"),
+    (Stepped(1, 2, 0, 9, ()), r"step 1 to version 2 cannot follow step 0 at version 1"),
 ]
 
 
@@ -204,10 +197,10 @@ def test_illegal_transitions_are_refused_and_change_nothing(transition, message)
     """Group 0 is ready, 1 was consumed, 2 was dropped, 3 is admitted."""
     ledger = with_ready(0, 1, 2)
     ledger.apply(Consumed(1, 0, 1, (3, 5), ({}, {})), Dropped(2, "stale"), Admitted(3, "task-3", 2))
-    before = ledger.snapshot()
+    before = state(ledger)
     with pytest.raises(LedgerError, match=message):
         ledger.apply(transition)
-    assert ledger.snapshot() == before
+    assert state(ledger) == before
 
 
 def test_an_id_that_was_skipped_is_not_admitted_later():
@@ -252,60 +245,19 @@ def test_replaying_the_journal_gives_the_same_ledger():
     ledger.apply(Retried(1, "worker_lost"))
     to_ready(ledger, 0), to_ready(ledger, 1, (9, 9), attempt=1)
     ledger.apply(Consumed(0, 0, 1, (3, 0), ({}, {"stale": 5})), Failed(2, "engine_error"))
-    replayed = Ledger()
-    replayed.apply(*journal.all)
-    assert replayed.snapshot() == ledger.snapshot()
+    ledger.apply(Stepped(1, 1, 2, 10, ((0, 0),)))
+    after = ListJournal()
+    replayed = Ledger.replayed(journal.all, after)
+    assert state(replayed) == state(ledger)
+    assert (replayed.step, replayed.version, replayed.admitted) == (1, 1, 3)
+    assert replayed.ready() == [(1, 1)]
+    replayed.apply(Dropped(1, "stale"))
+    assert after.all == [Dropped(1, "stale")], "the journal gets only what is new"
 
 
-# Snapshot
-
-
-def test_a_snapshot_survives_json_and_the_restored_ledger_goes_on():
-    ledger = with_ready(0, 1, 4)
-    ledger.apply(Consumed(0, 0, 3, (3, 5), ({}, {})), Retried(4, "worker_lost"))
-    restored = Ledger.restore(json.loads(json.dumps(ledger.snapshot())))
-    assert restored.report() == ledger.report()
-    assert restored.snapshot() == ledger.snapshot()
-    for each in (ledger, restored):
-        each.apply(Consumed(1, 0, 4, (3, 5), ({}, {})), Admitted(5, "task-5", 2))
-    assert restored.snapshot() == ledger.snapshot()
-
-
-def test_unfinished_tasks_are_given_back_so_that_none_is_lost():
-    ledger = with_ready(0, 1, 2)
-    ledger.apply(
-        Consumed(0, 0, 1, (3, 5), ({}, {})),
-        Admitted(3, "task-3", 2),
-        Admitted(4, "task-4", 2),
-        Generated(4, 0, (1, 1)),
-        Retried(4, "worker_lost"),
-    )
-    journal = ListJournal()
-    restored = Ledger.restore(ledger.snapshot(), journal)
-    assert restored.unfinished() == [1, 2, 3, 4]
-    tasks = restored.give_back(restored.unfinished(), "resumed")
-    assert tasks == ["task-1", "task-2", "task-3", "task-4"]
-    assert journal.all == [Returned(group, "resumed") for group in (1, 2, 3, 4)]
-    report = restored.check()
-    assert (restored.in_flight, report.returned_tasks, report.samples.pending) == (0, 4, 0)
-    assert report.samples.superseded_by_reason == {"resumed": 4, "worker_lost": 2}
-    with pytest.raises(LedgerError, match="ids below 5"):
-        restored.apply(Admitted(4, "task-4", 2))
-    restored.apply(Admitted(restored.next_group, "task-1", 2))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"format": 99},
-        {"live": []},
-        {"tasks": {"admitted": 9, "consumed": 0, "dropped": 0, "returned": 0}},
-    ],
-)
-def test_another_format_or_a_damaged_snapshot_is_refused(damage):
-    snapshot = {**with_ready(0).snapshot(), **damage}
-    with pytest.raises(LedgerError, match=r"format 99|does not balance"):
-        Ledger.restore(snapshot)
+def test_a_history_that_cannot_have_been_is_refused():
+    with pytest.raises(LedgerError, match="expected generated"):
+        Ledger.replayed([Admitted(0, "a", 1), Verified(0, 0)])
 
 
 # From the learner's report
@@ -341,7 +293,7 @@ def test_a_report_that_does_not_fit_the_batch_is_refused(ids, message):
 
 # Always
 
-EVENTS = (Admitted, Generated, Verified, Ready, Consumed, Dropped, Retried, Failed, Returned)
+EVENTS = (Admitted, Generated, Verified, Ready, Consumed, Dropped, Retried, Failed)
 
 
 def event(ledger: Ledger, kind: type, group: int, number: int) -> Transition:
@@ -366,14 +318,15 @@ def event(ledger: Ledger, kind: type, group: int, number: int) -> Transition:
     st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3), st.integers(0, 40)), max_size=60)
 )
 def test_it_balances_after_every_transition_legal_or_not(events):
-    ledger = Ledger()
+    journal = ListJournal()
+    ledger = Ledger(journal)
     for kind, group, number in events:
-        before = ledger.snapshot()
+        before = state(ledger)
         try:
             ledger.apply(event(ledger, kind, group, number))
         except LedgerError:
-            assert ledger.snapshot() == before
+            assert state(ledger) == before
         else:
-            assert ledger.snapshot() != before
+            assert state(ledger) != before
         ledger.check()
-    assert Ledger.restore(json.loads(json.dumps(ledger.snapshot()))).report() == ledger.report()
+    assert state(Ledger.replayed(journal.all)) == state(ledger)

@@ -1,11 +1,14 @@
 """The run directory: names, the link to the newest run, files that are replaced whole."""
 
 import json
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
+from learner.messages import COMPLETE
 from orchestrator.errors import RunError, UsageError
 from orchestrator.run_directory import RunDirectory, write_json
 
@@ -62,13 +65,19 @@ def test_find_by_path_by_name_and_latest(tmp_path: Path) -> None:
         RunDirectory.find(runs, "other")
 
 
-def test_newest_checkpoint_is_by_number_and_ignores_unfinished_ones(tmp_path: Path) -> None:
+def finish(path: Path) -> None:
+    path.mkdir()
+    (path / COMPLETE).touch()
+
+
+def test_checkpoints_are_by_number_and_unfinished_ones_are_none(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", NOON)
-    assert run.newest_checkpoint() is None
-    for name in ("step_9", "step_10", "step_11.tmp", "step_x"):
-        (run.checkpoints / name).mkdir()
+    assert run.checkpoint_steps() == []
+    for name in ("step_10", "step_9", "step_11.tmp", "step_x"):
+        finish(run.checkpoints / name)
+    run.checkpoint(7).mkdir()  # its removal was interrupted
     (run.checkpoints / "step_12").touch()
-    assert run.newest_checkpoint() == run.checkpoint(10)
+    assert run.checkpoint_steps() == [9, 10]
 
 
 def test_summary_says_null_for_what_json_cannot(tmp_path: Path) -> None:
@@ -91,7 +100,29 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 def test_a_checkpoint_caught_in_replacement_still_counts(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny")
-    run.checkpoint(4).mkdir()
-    (run.checkpoints / ".step_8.replaced").mkdir()
-    (run.checkpoints / ".step_9.partial").mkdir()
-    assert run.newest_checkpoint() == run.checkpoint(8)
+    finish(run.checkpoint(4))
+    finish(run.checkpoints / ".step_8.replaced")
+    finish(run.checkpoints / ".step_9.partial")
+    assert run.checkpoint_steps() == [4, 8]
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from orchestrator.run_directory import RunDirectory
+
+RunDirectory(Path(sys.argv[1])).lock()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_belongs_to_one_process_for_as_long_as_it_lives(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny")
+    command = [sys.executable, "-c", HOLDER, str(run.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"locked\n"
+        with pytest.raises(RunError, match=f"is being run by process {holder.pid}"):
+            run.lock()
+        holder.kill()
+    run.lock()
