@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator import history_commands
 from orchestrator.control import commands as control
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -107,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_configured(commands)
     control.add_arguments(commands)
     submission.add_arguments(commands)
+    history_commands.add_arguments(commands)
     return parser
 
 

@@ -39,19 +39,21 @@ CONTROL_CALLS = 8
 """Calls to a verifier worker beyond those that score, so that a ping never queues behind them."""
 
 
-def connect(config: RunConfig) -> RunConfig:
+def connect(config: RunConfig, *, whole: bool = True) -> RunConfig:
     """Join the cluster of RAY_ADDRESS, or start a local one; the configuration as it holds there.
 
     On a local cluster, which nobody else uses, roles share the cores and reserve none, so that
     there is always room for another worker, and engines export no metrics to a Ray that nobody
-    scrapes. Raises RunError when the cluster cannot be reached or lacks resources.
+    scrapes. Raises RunError when the cluster cannot be reached or lacks resources, those for the
+    `whole` run if asked.
     """
     if is_shared():
         join(os.environ["RAY_ADDRESS"])
     else:
         config = _for_own_ray(config)
         _start_local(os.cpu_count() or 1)
-    _require_room(config)
+    if whole:
+        _require_room(config)
     return config
 
 

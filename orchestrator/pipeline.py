@@ -7,12 +7,14 @@ few endless loops; one that ends by itself ends the run with its name and cause.
 import asyncio
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from actors.trajectory import TrajectoryMeta
 from actors.weights import remove_staged
+from learner.group import LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator import cluster
 from orchestrator.autoscaling import autoscale
@@ -167,8 +169,9 @@ class Pipeline:
 
     def _supervised_learner(self) -> SupervisedLearner:
         redo = Redo(self._directory, self._ledger_file, self._store, self._reporter.note)
+        spec = learner_spec(self._config, self._directory.logs)
         learner = SupervisedLearner(
-            _learner_spec(self._config, self._directory),
+            lambda: LearnerGroup(spec),
             lambda group: redo(group, step=self.flow.step),
             budget=RestartBudget(self._config.supervision.restarts_per_hour),
             note=self._reporter.note,
@@ -341,7 +344,8 @@ class Pipeline:
             remove_staged(self._run_id)
 
 
-def _learner_spec(config: RunConfig, directory: RunDirectory) -> LearnerSpec:
+def learner_spec(config: RunConfig, logs: Path) -> LearnerSpec:
+    """What the learner ranks of a run are built from."""
     return LearnerSpec(
         model=config.model.path,
         config=config.learner,
@@ -349,7 +353,7 @@ def _learner_spec(config: RunConfig, directory: RunDirectory) -> LearnerSpec:
         max_response_tokens=config.rollout.sampling.max_tokens,
         rollout_dtype=config.rollout.engine.dtype,
         seed=config.seed,
-        logs=str(directory.logs),
+        logs=str(logs),
     )
 
 

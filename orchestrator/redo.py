@@ -44,15 +44,18 @@ class Redo:
         self._store = store
         self._note = note
 
-    async def __call__(self, learner: LearnerGroup, *, step: int) -> None:
-        """Bring `learner` to where it was after `step` steps.
+    async def __call__(self, learner: LearnerGroup, *, step: int, start: int | None = None) -> None:
+        """Bring `learner` to where it was after `step` steps, from the checkpoint after `start`
+        (0: from the model that the run began with), by default the newest one.
 
         Raises RunError when the ledger or the log lacks something for it, or when a step does not
         end as it did.
         """
-        saved = [number for number in self._directory.checkpoint_steps() if number <= step]
-        start, version = max(saved, default=0), 0
-        if saved:
+        version = 0
+        if start is None:
+            saved = [number for number in self._directory.checkpoint_steps() if number <= step]
+            start = max(saved, default=0)
+        if start:
             state = await learner.load(str(self._directory.checkpoint(start)))
             version = state.version
         await self._ledger.flush()

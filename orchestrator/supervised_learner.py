@@ -14,7 +14,7 @@ import numpy as np
 
 from learner.batch import StepRequest, StepResult
 from learner.group import LearnerDied, LearnerGroup, RankInfo
-from learner.messages import LearnerSpec, ProbeRequest, Publication
+from learner.messages import ProbeRequest, Publication
 from orchestrator.calls import plain
 from orchestrator.errors import RunError
 from orchestrator.restarts import RestartBudget
@@ -31,18 +31,18 @@ class SupervisedLearner:
 
     def __init__(
         self,
-        spec: LearnerSpec,
+        create: Callable[[], LearnerGroup],
         restore: Callable[[LearnerGroup], Awaitable[None]],
         *,
         budget: RestartBudget,
         note: Callable[[str], None],
     ) -> None:
-        """`restore` brings a group that has started to where the run is."""
-        self._spec = spec
+        """`create` makes a group, and `restore` brings one that has started to where the run is."""
+        self._create = create
         self._restore = restore
         self._budget = budget
         self._note = note
-        self._group = LearnerGroup(spec)
+        self._group = create()
         self._replacing = asyncio.Lock()
         self.on_replaced: Callable[[], Awaitable[None]] | None = None
         """Called whenever another group has taken over: publishes its weights."""
@@ -115,7 +115,7 @@ class SupervisedLearner:
             while self._group is dead:
                 await dead.close()
                 await self._wait_before_restart(error)
-                group = LearnerGroup(self._spec)
+                group = self._create()
                 try:
                     await self._bring_up(group)
                 except LearnerDied as again:

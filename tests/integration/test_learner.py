@@ -47,7 +47,12 @@ pytestmark = pytest.mark.integration
 def cluster():
     started = not ray.is_initialized()
     if started:
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+        )
     yield
     if started:
         ray.shutdown()

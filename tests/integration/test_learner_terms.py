@@ -37,7 +37,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def groups(model: Path) -> Iterator[Groups]:
     started = not ray.is_initialized()
     if started:
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=200 << 20,
+        )
     made = {
         (name, ranks): LearnerGroup(
             spec(model, ranks, objective, reference={}, value_model=CRITIC_RATE)

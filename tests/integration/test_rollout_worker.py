@@ -67,7 +67,12 @@ def cluster() -> Iterator[None]:
     started = not ray.is_initialized()
     if started:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=128 << 20)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=128 << 20,
+        )
     yield
     if started:
         ray.shutdown()
