@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator import history_commands
 from orchestrator.control import commands as control
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -20,6 +19,7 @@ from orchestrator.errors import (
     SlipstreamError,
     UsageError,
 )
+from orchestrator.history import commands as history
 from orchestrator.submission import command as submission
 
 OVERRIDES_HELP = (
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_configured(commands)
     control.add_arguments(commands)
     submission.add_arguments(commands)
-    history_commands.add_arguments(commands)
+    history.add_arguments(commands)
     return parser
 
 

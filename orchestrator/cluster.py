@@ -26,10 +26,10 @@ from actors.worker import MAX_CONCURRENCY, RolloutWorker
 from orchestrator.capacity import Node, capacity_problems
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
+from orchestrator.history.trajectory_log import TrajectoryLog
 from orchestrator.joining import join
 from orchestrator.operation_config import NODE_HOST
 from orchestrator.store import TrajectoryStore
-from orchestrator.trajectory_log import TrajectoryLog
 from verifiers.worker import VerifierWorker
 
 logger = logging.getLogger(__name__)

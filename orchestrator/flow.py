@@ -18,14 +18,9 @@ from orchestrator.admission import Admission, StalePolicy, drops_group
 from orchestrator.config import RunConfig
 from orchestrator.cursor import TaskCursor
 from orchestrator.errors import RunError
-from orchestrator.ledger import Ledger
-from orchestrator.queue import QueueStats, ReadyQueue
-from orchestrator.signal import Signal
-from orchestrator.steering import Limits
-from orchestrator.store import ReadyGroup
-from orchestrator.tasks import Task
-from orchestrator.trajectory_log import GroupKey, Retention
-from orchestrator.transitions import (
+from orchestrator.history.ledger import Ledger
+from orchestrator.history.trajectory_log import GroupKey, Retention
+from orchestrator.history.transitions import (
     Admitted,
     Dropped,
     Failed,
@@ -38,6 +33,11 @@ from orchestrator.transitions import (
     Verified,
     consumed_batch,
 )
+from orchestrator.queue import QueueStats, ReadyQueue
+from orchestrator.signal import Signal
+from orchestrator.steering import Limits
+from orchestrator.store import ReadyGroup
+from orchestrator.tasks import Task
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,11 @@ from orchestrator.evaluation import Evaluation, EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
-from orchestrator.ledger import Ledger
-from orchestrator.ledger_file import LedgerFile
+from orchestrator.history.ledger import Ledger
+from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.redo import Redo, recall
 from orchestrator.live_run import LiveRun, Parts
 from orchestrator.loops import beside
-from orchestrator.redo import Redo, recall
 from orchestrator.reporting import PhaseTimer, Reporter
 from orchestrator.restarts import RestartBudget
 from orchestrator.run_directory import RunDirectory

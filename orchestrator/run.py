@@ -24,13 +24,13 @@ from orchestrator.console import Console
 from orchestrator.control.server import ControlServer
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
 from orchestrator.flow import Flow
-from orchestrator.ledger_file import LedgerFile
+from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.resuming import differences, refusals
 from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
 from orchestrator.pipeline import Outcome, Pipeline
 from orchestrator.records import JsonLines
 from orchestrator.reporting import Reporter
-from orchestrator.resuming import differences, refusals
 from orchestrator.run_directory import RunDirectory
 from orchestrator.steering import RunState
 from orchestrator.supervised_learner import explained

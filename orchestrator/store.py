@@ -21,7 +21,7 @@ from actors.trajectory import (
     with_verdicts,
 )
 from learner.batch import GroupEntry
-from orchestrator.trajectory_log import GroupKey, TrajectoryLog
+from orchestrator.history.trajectory_log import GroupKey, TrajectoryLog
 
 STORE_TIMEOUT_S = 120.0
 """Seconds for one call to the store."""

@@ -15,8 +15,8 @@ import pytest
 from live import QUICKSTART, LiveRun, learner_pid
 
 from orchestrator.cursor import TaskCursor
-from orchestrator.ledger_file import read_history
-from orchestrator.transitions import Admitted, Consumed, Stepped, Transition
+from orchestrator.history.ledger_file import read_history
+from orchestrator.history.transitions import Admitted, Consumed, Stepped, Transition
 
 pytestmark = pytest.mark.integration
 

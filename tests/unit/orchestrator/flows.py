@@ -8,10 +8,10 @@ from actors.worker import GroupReceipt
 from learner.batch import GroupEntry, SampleFate, StepResult
 from orchestrator.config import RunConfig
 from orchestrator.flow import Flow, Lease
+from orchestrator.history.transitions import Journal, Transition
 from orchestrator.signal import Signal
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task
-from orchestrator.transitions import Journal, Transition
 
 SAMPLES = 2
 LENGTH = 3

@@ -7,9 +7,9 @@ from flows import SAMPLES, ListJournal, batch, complete, leases, make_flow, trai
 
 from orchestrator.errors import RunError
 from orchestrator.flow import Flow
-from orchestrator.ledger import Ledger
+from orchestrator.history.ledger import Ledger
+from orchestrator.history.transitions import Admitted
 from orchestrator.store import ReadyGroup
-from orchestrator.transitions import Admitted
 
 
 def test_a_fresh_worker_gets_what_the_staleness_bound_allows() -> None:

@@ -16,9 +16,8 @@ from hypothesis.stateful import (
 )
 
 from orchestrator.admission import Admission, StalePolicy, drops_group, fresh_tokens
-from orchestrator.ledger import Ledger
-from orchestrator.queue import QueueEntry, ReadyQueue
-from orchestrator.transitions import (
+from orchestrator.history.ledger import Ledger
+from orchestrator.history.transitions import (
     Admitted,
     Consumed,
     Dropped,
@@ -28,6 +27,7 @@ from orchestrator.transitions import (
     Retried,
     Verified,
 )
+from orchestrator.queue import QueueEntry, ReadyQueue
 
 MAX_ATTEMPTS = 3
 GROUP_BYTES = 100

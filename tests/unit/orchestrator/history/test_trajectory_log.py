@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from orchestrator.trajectory_log import (
+from orchestrator.history.trajectory_log import (
     Retention,
     TrajectoryLog,
     read_segment,

@@ -1,6 +1,6 @@
 """Which changes a run can be continued with."""
 
-from orchestrator.resuming import differences, refusals
+from orchestrator.history.resuming import differences, refusals
 
 
 def test_differences_name_the_key_and_both_values() -> None:

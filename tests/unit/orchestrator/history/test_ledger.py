@@ -9,9 +9,9 @@ from flows import ListJournal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.ledger import Ledger
-from orchestrator.ledger_counts import LENGTH_EDGES, LengthHistogram
-from orchestrator.transitions import (
+from orchestrator.history.ledger import Ledger
+from orchestrator.history.ledger_counts import LENGTH_EDGES, LengthHistogram
+from orchestrator.history.transitions import (
     Admitted,
     Consumed,
     Dropped,

@@ -20,9 +20,9 @@ from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.errors import RunError, UsageError
-from orchestrator.ledger_file import LedgerFile
+from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.redo import Redo
 from orchestrator.pipeline import learner_spec
-from orchestrator.redo import Redo
 from orchestrator.run_directory import RunDirectory
 from orchestrator.supervised_learner import explained
 

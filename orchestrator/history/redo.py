@@ -13,11 +13,11 @@ from learner.batch import StepRequest
 from learner.group import LearnerGroup
 from orchestrator.calls import within
 from orchestrator.errors import RunError
-from orchestrator.ledger_file import LedgerFile
+from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.trajectory_log import GroupKey
+from orchestrator.history.transitions import Stepped
 from orchestrator.run_directory import RunDirectory
 from orchestrator.store import STORE_TIMEOUT_S, ReadyGroup
-from orchestrator.trajectory_log import GroupKey
-from orchestrator.transitions import Stepped
 
 
 async def recall(store: Any, wanted: Sequence[GroupKey]) -> dict[GroupKey, ReadyGroup]:

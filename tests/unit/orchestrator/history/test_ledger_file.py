@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.errors import RunError
-from orchestrator.ledger import Ledger
-from orchestrator.ledger_file import LedgerFile, read_history
-from orchestrator.transitions import (
+from orchestrator.history.ledger import Ledger
+from orchestrator.history.ledger_file import LedgerFile, read_history
+from orchestrator.history.transitions import (
     Admitted,
     Consumed,
     Dropped,
@@ -91,8 +91,8 @@ def test_appending_does_not_wait_for_the_disk(file: LedgerFile, tmp_path: Path) 
 KILLED = """
 import sys
 from pathlib import Path
-from orchestrator.ledger_file import LedgerFile
-from orchestrator.transitions import Admitted, Generated
+from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.transitions import Admitted, Generated
 
 file = LedgerFile.create(Path(sys.argv[1]), tasks="")
 print("going", flush=True)

@@ -16,8 +16,8 @@ from orchestrator.records import finite_or_none
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from orchestrator.ledger import LedgerReport
-    from orchestrator.transitions import Transition
+    from orchestrator.history.ledger import LedgerReport
+    from orchestrator.history.transitions import Transition
 
 FATES = ("generated", "trained", "masked", "dropped", "superseded", "pending")
 
@@ -84,7 +84,7 @@ def _add(
 def _ledger(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from orchestrator.ledger_file import read_history
+    from orchestrator.history.ledger_file import read_history
     from orchestrator.run_directory import RunDirectory
 
     directory = RunDirectory.find(arguments.runs_folder, arguments.run)
@@ -100,7 +100,7 @@ def _ledger(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from orchestrator.replay import replay
+    from orchestrator.history.replay import replay
     from orchestrator.run_directory import RunDirectory
 
     directory = RunDirectory.find(arguments.runs_folder, arguments.run)
@@ -142,7 +142,7 @@ class Audit:
 
 def audited(history: "Iterable[Transition]") -> Audit:
     """Follow a history from its beginning."""
-    from orchestrator.ledger import Ledger, LedgerError
+    from orchestrator.history.ledger import Ledger, LedgerError
 
     ledger, problem = Ledger(), ""
     try:

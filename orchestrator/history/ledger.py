@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, assert_never
 
-from orchestrator.ledger_counts import Counts, Fate, Totals
-from orchestrator.transitions import (
+from orchestrator.history.ledger_counts import Counts, Fate, Totals
+from orchestrator.history.transitions import (
     Admitted,
     Consumed,
     Dropped,

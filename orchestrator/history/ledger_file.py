@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, get_args
 
 from orchestrator.errors import RunError
-from orchestrator.transitions import GroupTransition, Stepped, Transition
+from orchestrator.history.transitions import GroupTransition, Stepped, Transition
 
 FORMAT = "1"
 BATCH_ITEMS = 4096

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator import cli
-from orchestrator.ledger_file import LedgerFile
-from orchestrator.run_directory import RunDirectory
-from orchestrator.transitions import (
+from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.transitions import (
     Admitted,
     Consumed,
     Dropped,
@@ -21,6 +20,7 @@ from orchestrator.transitions import (
     Transition,
     Verified,
 )
+from orchestrator.run_directory import RunDirectory
 
 HISTORY: list[Transition] = [
     Admitted(0, "a", 2),
