@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,7 @@ def _redirect_output(path: Path) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z process {os.getpid()} begins", flush=True)
 
 
 def _runs(pid: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from orchestrator.autoscaler import Autoscaler, Load
 from orchestrator.operation_config import AutoscalerConfig
-from orchestrator.steering import Role, RunStatus, Steering
+from orchestrator.steering import InvalidRequest, NotNow, Role, RunStatus, Steering
 
 SAMPLES_PER_PERIOD = 50
 
@@ -34,7 +34,10 @@ async def autoscale(run: Scalable, config: AutoscalerConfig, tell: Callable[[str
         settled = {role: _settled(status, role) for role in targets}
         for change in controller.decide(load, targets, settled, time.monotonic()):
             tell(f"autoscaler: {change.why}")
-            run.scale(change.role, change.target)
+            try:
+                run.scale(change.role, change.target)
+            except (InvalidRequest, NotNow) as error:
+                tell(f"autoscaler: {error}")
 
 
 async def _mean_load(run: Scalable, period_s: float) -> Load | None:

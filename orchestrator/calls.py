@@ -12,6 +12,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from orchestrator.errors import RunError
 
 T = TypeVar("T")
+_NO_CAUSE = "Worker unexpectedly exits with a connection error code 2"
+"""All that Ray says about a process that was killed."""
 _RAY_DETAILS = ("class_name:", "actor_id:", "pid:", "namespace:", "ip:", "name:")
 
 
@@ -39,6 +41,8 @@ async def _as_coroutine(awaitable: Awaitable[T]) -> T:
 
 def plain(text: str) -> str:
     """An error's text in one paragraph, without the identifiers and the advice that Ray adds."""
+    if _NO_CAUSE in text:
+        return "its process ended unexpectedly: it was killed, ran out of memory or crashed"
     lines = (line.strip() for line in text.strip().splitlines())
     told = (line for line in lines if line and not line.startswith(_RAY_DETAILS))
     return " ".join(line.split(" Some common causes")[0] for line in told)

@@ -5,6 +5,7 @@ What a command needs is imported when it runs, so that `--help` answers at once.
 
 import argparse
 import difflib
+import os
 import sys
 import tempfile
 import traceback
@@ -48,10 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parser().parse_args(words)
         arguments.overrides = overrides
         command: Callable[[argparse.Namespace], int] = arguments.command
-        return command(arguments)
+        code = command(arguments)
+        sys.stdout.flush()
+        return code
     except SlipstreamError as error:
         print(f"slipstream: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:
+        # Whoever read the output has enough; what is still buffered must not be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print("slipstream: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -184,6 +191,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     config = load(arguments.config, arguments.overrides)
     show(config, Console(highlight=False))
+    sys.stdout.flush()  # a refusal comes after it
     require_inputs(config, str(arguments.config))
     return EXIT_OK
 

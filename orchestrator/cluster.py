@@ -34,6 +34,9 @@ from verifiers.worker import VerifierWorker
 
 logger = logging.getLogger(__name__)
 
+MAX_WORKERS = 1024
+WORKERS_PER_CORE = 2
+CPUS_PER_START = 4
 LOCAL_STARTS = 2
 CONTROL_CALLS = 8
 """Calls to a verifier worker beyond those that score, so that a ping never queues behind them."""
@@ -95,6 +98,19 @@ def _start_local(cpus: int) -> None:
                     "short of memory or disk. Ray's logs: /tmp/ray/session_latest/logs."
                 ) from error
             logger.warning("Ray did not start, trying once more: %s", error)
+
+
+def most_workers() -> int:
+    """Workers that one role may be told to have. On a Ray of the run's own nothing is reserved, so
+    only this keeps a slip of the finger from taking the machine down."""
+    return MAX_WORKERS if is_shared() else max(4, WORKERS_PER_CORE * (os.cpu_count() or 1))
+
+
+def starts_at_once() -> int:
+    """Workers of one role that may start at the same time while the run is live: a start takes
+    several cores for a while, and those that work need theirs."""
+    cpus = sum(node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"])
+    return max(2, int(cpus) // CPUS_PER_START)
 
 
 def host_to_bind(host: str) -> str:

@@ -84,10 +84,10 @@ class Console:
 
     def log_tail(self, path: Path) -> None:
         """The last lines of the log of a process that a failure is about."""
-        if lines := last_lines(path, TAIL_LINES):
-            self.note(f"the last lines of {path}:")
-            for line in lines:
-                self.note(f"  | {line}")
+        lines = last_lines(path, TAIL_LINES)
+        self.note(f"the last lines of {path}:" if lines else f"{path} is empty")
+        for line in lines:
+            self.note(f"  | {line}")
 
     def summary(self, summary: Mapping[str, Any], *, title: str) -> None:
         """The final table."""

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PING_PERIOD_S = 2.0
 PING_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
+UNLIMITED = 1 << 30
 
 
 class StartFailed(RunError):
@@ -41,7 +42,8 @@ class Fleet:
     """The workers of one role: as many as `target` says.
 
     `spawn(name)` creates the actor; `start(actor)` awaits until it can work and returns its info;
-    `release(name)` frees what spawning reserved beyond the actor itself.
+    `release(name)` frees what spawning reserved beyond the actor itself. Of the workers that a
+    live fleet lacks, `starts_at_once()` may be starting at one time.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Fleet:
         budget: RestartBudget,
         progress_timeout_s: float,
         drain_timeout_s: float,
+        starts_at_once: Callable[[], int] = lambda: UNLIMITED,
     ) -> None:
         self.role = role
         self._spawn = spawn
@@ -68,6 +71,7 @@ class Fleet:
         self._budget = budget
         self._progress_timeout_s = progress_timeout_s
         self._drain_timeout_s = drain_timeout_s
+        self._starts_at_once = starts_at_once
         self._losses: deque[tuple[Worker, str]] = deque()
         self._delayed: set[asyncio.Task] = set()
         self._starting: dict[str, asyncio.Task] = {}
@@ -91,10 +95,10 @@ class Fleet:
 
     async def launch(self, count: int) -> None:
         """Start `count` workers at once; raises the first failure, which ends a run that begins."""
+        self.target = count
         async with asyncio.TaskGroup() as group:
             for _ in range(count):
                 group.create_task(self._launch_one())
-        self.target = count
         self._launched = True
         self._uneven.set()
 
@@ -151,7 +155,8 @@ class Fleet:
         if not self._launched:
             return
         missing = self.target - self._here() - len(self._delayed)
-        for _ in range(missing):
+        coming = self.count(WorkerState.STARTING) + len(self._delayed)
+        for _ in range(min(missing, max(0, self._starts_at_once() - coming))):
             delay_s = self._replacement_delay_s() if self._losses else 0.0
             task = group.create_task(self._launch_later(delay_s), name=f"{self.role} start")
             self._delayed.add(task)
@@ -235,6 +240,7 @@ class Fleet:
             return worker
         worker.state = WorkerState.READY
         self._say(f"{name} is ready{_process(worker.info)}")
+        self._uneven.set()  # others may be waiting for their turn to start
         worker.progress_changed_at = time.monotonic()
         self.on_ready(worker)
         self._changed.notify()

@@ -12,7 +12,7 @@ from learner.attribution import coarser, diagnose
 from orchestrator.autoscaler import Load
 from orchestrator.bottleneck import Phase
 from orchestrator.checkpointing import Checkpointing
-from orchestrator.cluster import groups_per_verifier
+from orchestrator.cluster import MAX_WORKERS, groups_per_verifier
 from orchestrator.config import RunConfig
 from orchestrator.evaluation import EvaluationResult
 from orchestrator.fleet import Fleet
@@ -41,7 +41,6 @@ from orchestrator.verification import Verification
 from orchestrator.weight_sync import WeightSync
 from orchestrator.workers import WorkerState
 
-MAX_WORKERS = 1024
 MAX_STALENESS = 64
 
 
@@ -61,6 +60,8 @@ class Parts:
     training: Training
     checkpointing: Checkpointing
     reporter: Reporter
+    most_workers: int
+    """Workers that one role may be told to have."""
     evaluate: Callable[[str], Awaitable[EvaluationResult]]
     """Evaluates now; the argument says when that is, for the record."""
 
@@ -170,6 +171,9 @@ class LiveRun:
                 version=self.parts.flow.version,
             )
             for info in self.parts.learner.infos
+        ) or tuple(
+            WorkerStatus(name=f"learner-{rank}", state=WorkerState.STARTING.value)
+            for rank in range(self.parts.config.learner.ranks)
         )
         return FleetStatus(
             role=Role.LEARNER,
@@ -224,13 +228,14 @@ class LiveRun:
                 "learner ranks cannot be added or removed in a live run; stop it, and resume with "
                 "another learner.ranks."
             )
-        if not 1 <= target <= MAX_WORKERS:
+        most = self.parts.most_workers
+        if not 1 <= target <= most:
+            hint = " To stop generating, pause generation." if role is Role.ROLLOUT else ""
             raise InvalidRequest(
-                f"{target} {role} workers: expected 1 to {MAX_WORKERS}. To stop generating, pause "
-                "generation."
+                f"{target} {role} workers: expected 1 to {most}, what this "
+                f"{'cluster' if most >= MAX_WORKERS else 'machine'} may have.{hint}"
             )
-        if self.state not in (RunState.EVALUATING, RunState.TRAINING):
-            raise NotNow(f"the run is {self.state}; fleets can be scaled once it has started.")
+        self._require_live("fleets can be scaled")
         fleet = self.parts.rollout if role is Role.ROLLOUT else self.parts.verifiers
         if target != fleet.target:
             self.parts.reporter.note(f"{role} workers: {fleet.target} -> {target}")
@@ -243,8 +248,7 @@ class LiveRun:
         """Change bounds, None leaving one as it is; all that hold now."""
         if max_staleness is not None and not 0 <= max_staleness <= MAX_STALENESS:
             raise InvalidRequest(f"max_staleness {max_staleness}: expected 0 to {MAX_STALENESS}.")
-        if self.state is RunState.STARTING:
-            raise NotNow("the run is starting; its limits can be changed once it has started.")
+        self._require_live("limits can be changed")
         before = self.parts.flow.limits
         try:
             limits = self.parts.flow.set_limits(max_staleness=max_staleness, max_groups=max_groups)
@@ -267,7 +271,14 @@ class LiveRun:
         """Go on."""
         self._hold(activity, False)
 
+    def _require_live(self, what: str) -> None:
+        if self.state is RunState.STARTING:
+            raise NotNow(f"the run is starting; {what} once it has started.")
+        if self.state not in (RunState.EVALUATING, RunState.TRAINING):
+            raise NotNow(f"the run is ending or has ended: it is too late, {what} before.")
+
     def _hold(self, activity: Activity, held: bool) -> None:
+        self._require_live("it can be paused and resumed")
         if (activity in self._paused()) != held:
             self.parts.reporter.note(f"{activity} is {'paused' if held else 'resumed'}")
         part = self.parts.generation if activity is Activity.GENERATION else self.parts.training
@@ -280,6 +291,7 @@ class LiveRun:
             path = await self.parts.checkpointing.save()
             return CheckpointDone(step=self.parts.flow.step, path=str(path))
 
+        self._require_live("it saves at its end anyway; a checkpoint can be asked for")
         return await self.parts.training.between_steps(Phase.CHECKPOINT, save)
 
     async def evaluate(self) -> EvaluationDone:
@@ -296,6 +308,7 @@ class LiveRun:
                 unscored=result.unscored,
             )
 
+        self._require_live("an evaluation can be asked for")
         return await self.parts.training.between_steps(Phase.EVALUATE, measure)
 
     def stop(self) -> None:

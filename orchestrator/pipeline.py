@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from actors.trajectory import TrajectoryMeta
 from actors.weights import remove_staged
@@ -37,13 +38,15 @@ from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
 from orchestrator.start_probe import check_pair, probe_prefixes
 from orchestrator.steering import RunState
+from orchestrator.store import STORE_TIMEOUT_S
 from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.task_loading import Tasks
 from orchestrator.training import Training
-from orchestrator.verification import Verification
+from orchestrator.verification import Verification, store_died
 from orchestrator.watchdog import Watchdog
 from orchestrator.weight_sync import WeightSync
 
+STORE_WATCH_PERIOD_S = 2.0
 CHILD_START_S = 2.0
 """Seconds that a verifier's process needs to start and import, generously."""
 
@@ -164,6 +167,7 @@ class Pipeline:
             training=self._training,
             checkpointing=self._checkpointing,
             reporter=self._reporter,
+            most_workers=cluster.most_workers(),
             evaluate=self._evaluate,
         )
 
@@ -193,6 +197,7 @@ class Pipeline:
             release=spawner.release,
             budget=RestartBudget(config.supervision.restarts_per_hour),
             drain_timeout_s=config.supervision.drain_timeout_s,
+            starts_at_once=cluster.starts_at_once,
             progress_timeout_s=config.rollout.progress_timeout_s,
         )
 
@@ -206,6 +211,7 @@ class Pipeline:
             tell=self._reporter.note,
             budget=RestartBudget(config.supervision.restarts_per_hour),
             drain_timeout_s=config.supervision.drain_timeout_s,
+            starts_at_once=cluster.starts_at_once,
             progress_timeout_s=verify_timeout_s(config),
         )
 
@@ -214,8 +220,12 @@ class Pipeline:
         early = self._interrupted or self._before is None
         self._interrupted = True
         self._training.stop()
-        if early and self._script is not None:
-            self._script.cancel()
+        if early:
+            self._reporter.note("interrupted: ending now")
+            if self._script is not None:
+                self._script.cancel()
+        else:
+            self._reporter.note("interrupted: finishing the step and saving (again to end at once)")
 
     async def run(self) -> Outcome:
         """Play the script beside the endless loops; closes every actor in the end."""
@@ -230,6 +240,7 @@ class Pipeline:
             "reporting": self._reporter.run(),
             "metrics": self._reporter.run_metrics(),
             "learner watch": self._learner.watch(),
+            "store watch": self._watch_store(),
             "watchdog": Watchdog(
                 self.changed,
                 config.supervision,
@@ -257,7 +268,7 @@ class Pipeline:
         live.state = RunState.STOPPING
         await self._generation.drain()
         await self._verification.drain()
-        await self._checkpointing.save()
+        self._reporter.note(f"saved {await self._checkpointing.save()}")
         stopped = live.stopped
         after = None if self._interrupted or stopped else await self._evaluate("after")
         return Outcome(
@@ -301,6 +312,15 @@ class Pipeline:
         self.flow.lineage = self._directory.next_lineage()
         self._reporter.recovered(self.flow)
         await self._sync.publish(self.flow.label)
+
+    async def _watch_store(self) -> None:
+        """Loop: notice when the store is gone. Ended by RunError or by cancellation."""
+        while True:
+            await asyncio.sleep(STORE_WATCH_PERIOD_S)
+            try:
+                await within(self._store.ping.remote(), STORE_TIMEOUT_S, "the trajectory store")
+            except RayActorError as error:
+                raise store_died(error) from error
 
     async def _start_verifier(self, actor: Any) -> Any:
         return await within(

@@ -95,6 +95,11 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             logger.error("the run failed: %s", error)
             if error.culprit:
                 console.log_tail(directory.logs / f"{error.culprit}.log")
+            if done := ledger_file.steps_after(0):
+                console.note(
+                    f"{len(done)} steps are kept: `slipstream run CONFIG --resume "
+                    f"{directory.path.name}` goes on after them"
+                )
             raise
         finally:
             ray.shutdown()
@@ -124,12 +129,8 @@ async def _play(
         )
         loop = asyncio.get_running_loop()
 
-        def interrupt() -> None:
-            reporter.note("interrupted: finishing the step and saving (again to end at once)")
-            pipeline.interrupt()
-
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
+            loop.add_signal_handler(number, pipeline.interrupt)
         async with _steered(config, directory, pipeline, reporter):
             return await pipeline.run(), pipeline.flow
     except asyncio.CancelledError:

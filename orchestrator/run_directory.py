@@ -58,9 +58,16 @@ class RunDirectory:
         for candidate in (Path(reference), runs_folder / reference):
             if (candidate / "config.json").is_file():
                 return cls(candidate.resolve())
+        existing = _existing(runs_folder)
+        if reference == LATEST and not existing:
+            raise UsageError(
+                f"no run is in {runs_folder} yet. Start one with `slipstream run CONFIG`, go to the "
+                "folder in which it was started, or name its directory; one that was just started "
+                "needs some seconds."
+            )
         raise UsageError(
             f"no run at {reference!r}, nor in {runs_folder}; expected the directory of a run, "
-            f"which holds a config.json.{_existing(runs_folder)}"
+            f"which holds a config.json.{existing}"
         )
 
     @property

@@ -62,6 +62,9 @@ class TrajectoryStore:
         segment = self._log.append(batch)
         return summarise(batch, self._put(batch), segment)
 
+    def ping(self) -> None:
+        """Answers while the store lives."""
+
     def recall(self, wanted: Collection[GroupKey]) -> dict[GroupKey, ReadyGroup]:
         """Those of the wanted groups that the trajectory log still has, owned once more."""
         found = self._log.read(wanted)

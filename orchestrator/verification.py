@@ -87,9 +87,7 @@ class Verification:
             reason = "trajectories_lost" if lost else "scoring_failed"
             self._flow.attempt_failed(lease, reason, root_cause(error))
         except RayActorError as error:
-            raise RunError(
-                f"the trajectory store died: {root_cause(error)}", culprit="store"
-            ) from error
+            raise store_died(error) from error
         except RayError as error:
             self._flow.attempt_failed(lease, "trajectories_lost", root_cause(error))
         else:
@@ -139,3 +137,8 @@ class Verification:
                 if worker.in_flight < self._groups_per_worker:
                     return worker
             await self._changed.wait()
+
+
+def store_died(error: RayActorError) -> RunError:
+    """Ready groups died with their owner; the trajectory log still has them."""
+    return RunError(f"the trajectory store died: {root_cause(error)}", culprit="store")

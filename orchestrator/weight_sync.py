@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from actors.config import RolloutConfig
 from actors.parity import ProbeExpectation
@@ -148,9 +148,7 @@ class WeightSync:
         except (RayError, DeadlineExceeded) as error:
             # One that is leaving, or was ended while it loaded, has not failed.
             if worker.state not in (WorkerState.DRAINING, WorkerState.DEAD):
-                self._reporter.sync_failed()
-                cause = f"weight sync failed: {root_cause(error)}"
-                self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
+                self._report_failure(worker, error)
         else:
             self._accept(worker, report)
         finally:
@@ -158,6 +156,14 @@ class WeightSync:
             if worker.state is WorkerState.DEAD:
                 self._labels.pop(worker.name, None)
             self._changed.notify()
+
+    def _report_failure(self, worker: Worker, error: RayError | DeadlineExceeded) -> None:
+        if isinstance(error, RayActorError):  # that it was syncing is no cause
+            self._fleet.report_lost(worker, LossReason.DIED, root_cause(error))
+            return
+        self._reporter.sync_failed()
+        cause = f"weight sync failed: {root_cause(error)}"
+        self._fleet.report_lost(worker, LossReason.SYNC_FAILED, cause)
 
     def _accept(self, worker: Worker, report: SyncReport) -> None:
         if report.superseded:

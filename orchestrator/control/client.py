@@ -1,6 +1,6 @@
 """A small synchronous client of one run's control service.
 
-Every failure is a RunError of one paragraph. Requests that change something are sent again, under
+Every failure is a RunError of one paragraph, or a UsageError where the request can never be right. Requests that change something are sent again, under
 the same id, only when nothing answered.
 """
 
@@ -25,7 +25,7 @@ from orchestrator.control.convert import (
     status_of,
 )
 from orchestrator.control.endpoint import TOKEN_VARIABLE, Endpoint
-from orchestrator.errors import RunError
+from orchestrator.errors import RunError, SlipstreamError, UsageError
 from orchestrator.steering import (
     Activity,
     CheckpointDone,
@@ -168,7 +168,7 @@ class Client:
         at = f"the control service at {self.endpoint.address}"
         return f"{at} (run {run})" if run else at
 
-    def _explained(self, error: Any, limit_s: float | None) -> RunError:
+    def _explained(self, error: Any, limit_s: float | None) -> SlipstreamError:
         code, details = error.code(), " ".join((error.details() or "").split())
         if code is StatusCode.UNAVAILABLE:
             return RunError(self._unavailable(details))
@@ -188,14 +188,16 @@ class Client:
                 f"{self._name()} does not know this request: {details}. It may be another service, "
                 "or a run of another version of slipstream."
             )
-        return RunError(details or f"{self._name()} failed with {code.name}.")
+        told = details or f"{self._name()} failed with {code.name}."
+        return UsageError(told) if code is StatusCode.INVALID_ARGUMENT else RunError(told)
 
     def _unavailable(self, details: str) -> str:
         if self._gone():
             return (
                 f"run {self.endpoint.run} has ended without cleaning up: its process "
-                f"{self.endpoint.pid} is gone, and control.json is stale. Its logs folder tells "
-                "why; `slipstream run --resume` goes on from its last checkpoint."
+                f"{self.endpoint.pid} is gone, and control.json is stale. Its logs folder may tell "
+                f"why; `slipstream run CONFIG --resume {self.endpoint.run}` goes on after its last "
+                "step."
             )
         tls = (
             " It uses TLS: the certificate must name this address and be among the trusted ones "

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.errors import EXIT_FAILED, EXIT_OK, UsageError
 
@@ -41,11 +41,23 @@ def add_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     limits.add_argument(
         "--max-groups", type=_count, metavar="N", help="groups between admission and training"
     )
-    for name, command, text in (
-        ("pause", _pause, "let a live run start no new groups, or no new steps"),
-        ("resume", _resume, "let a paused run go on (`run --resume` is for one that ended)"),
-    ):
-        _add(commands, name, command, text).add_argument("activity", choices=ACTIVITIES)
+    _add(
+        commands,
+        "pause",
+        _pause,
+        "let a live run start no new groups, or no new steps",
+        ("activity", {"choices": ACTIVITIES, "help": "what to hold"}),
+    )
+    _add(
+        commands,
+        "resume",
+        _resume,
+        "let a paused run go on (`run --resume` is for one that ended)",
+        (
+            "activity",
+            {"choices": ACTIVITIES, "nargs": "?", "help": "what goes on; all by default"},
+        ),
+    )
     _add(commands, "checkpoint", _checkpoint, "save a live run after its step, and wait for it")
     _add(commands, "evaluate", _evaluate, "evaluate a live run after its step, and wait for it")
     _add(commands, "stop", _stop, "let a live run finish its step, save and end")
@@ -53,9 +65,12 @@ def add_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _count(text: str) -> int:
     """A number that the service's messages can carry; what it may be there, the service says."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 1 << 31
     if abs(number) >= 1 << 31:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is no such number; expected a whole one")
     return number
 
 
@@ -64,6 +79,7 @@ def _add(
     name: str,
     command: Callable[[argparse.Namespace], int],
     text: str,
+    *positionals: tuple[str, dict[str, Any]],
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         name,
@@ -72,6 +88,8 @@ def _add(
         epilog=EPILOG,
         allow_abbrev=False,
     )
+    for positional, options in positionals:
+        parser.add_argument(positional, **options)
     parser.add_argument("run", nargs="?", metavar="RUN", help="the run (see below)")
     parser.add_argument(
         "--ray",
@@ -186,7 +204,10 @@ def _resume(arguments: argparse.Namespace) -> int:
     from orchestrator.steering import Activity
 
     with _client(arguments) as client:
-        print(_paused(client.resume(Activity(arguments.activity))))
+        names = [arguments.activity] if arguments.activity else ACTIVITIES
+        for name in names:
+            paused = client.resume(Activity(name))
+    print(_paused(paused))
     return EXIT_OK
 
 

@@ -115,9 +115,12 @@ def _ask_actor(ray: Any, address: str, run: str | None) -> Endpoint:
 
 def _is_address(reference: str, runs_folder: Path) -> bool:
     host, colon, port = reference.rpartition(":")
-    looks_like_one = bool(colon and host and port.isdecimal() and "/" not in host)
     exists = any(path.exists() for path in (Path(reference), runs_folder / reference))
-    return looks_like_one and not exists
+    if not colon or not host or "/" in host or exists:
+        return False
+    if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{reference!r} is no address: expected host:port, with a port to 65535.")
+    return True
 
 
 def _certificates(path: Path) -> str:
