@@ -14,9 +14,8 @@ from enum import StrEnum
 
 USUAL_MISMATCH = {"float32": 2e-3, "float16": 1e-2, "bfloat16": 5e-2, "fp8": 1.5e-1}
 """Largest usual mean |p - b| in nats per token, by the coarser dtype of the two engines."""
-USUAL_MOVEMENT = 2.5e-2
-"""Largest usual k3 of c - p per version of lag squared, in nats per token: steps in one direction
-add up, and k3 is quadratic in what they add up to. PPO's customary limit for one batch is 0.015."""
+USUAL_MOVEMENT = 1e-2
+"""Largest usual k3 of c - p, in nats per token: PPO's customary target for early stopping."""
 _LARGEST_ROUNDING = 5e-2
 _PROPORTIONAL = 0.8
 _ONE_TO_ONE = 0.7
@@ -76,13 +75,12 @@ def diagnose(metrics: Mapping[str, float], dtype: str) -> tuple[Finding, ...]:
         )
         findings.append(Finding(cause, measured / usual, sentence))
     moved = metrics.get("movement_k3")
-    usual = USUAL_MOVEMENT * max(1.0, metrics.get("staleness_mean", 0.0)) ** 2
-    if moved is not None and not moved <= usual:
+    if moved is not None and not moved <= USUAL_MOVEMENT:
         sentence = (
             f"staleness is out of its usual range: the policy moved by {moved:.2g} nats per token "
-            f"since sampling, usually at most {usual:.2g}; {_REMEDIES[Cause.STALENESS]}"
+            f"since sampling, usually at most {USUAL_MOVEMENT:.2g}; {_REMEDIES[Cause.STALENESS]}"
         )
-        findings.append(Finding(Cause.STALENESS, moved / usual, sentence))
+        findings.append(Finding(Cause.STALENESS, moved / USUAL_MOVEMENT, sentence))
     return tuple(sorted(findings, key=lambda finding: -finding.excess))
 
 

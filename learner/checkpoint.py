@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.collective import Collective
-from learner.messages import COMPLETE, CheckpointError, LearnerState
+from learner.layout import COMPLETE
+from learner.messages import CheckpointError, LearnerState
 from learner.optimizer import Optimizer
 from learner.versions import VersionStore
 

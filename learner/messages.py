@@ -6,9 +6,6 @@ import numpy as np
 
 from learner.config import LearnerConfig, ObjectiveConfig
 
-COMPLETE = "COMPLETE"
-"""Name of the file that makes a folder a finished checkpoint."""
-
 
 class ModelError(ValueError):
     """The model folder cannot be used; the message says what was wrong."""

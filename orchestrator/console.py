@@ -85,7 +85,8 @@ class Console:
     def log_tail(self, path: Path) -> None:
         """The last lines of the log of a process that a failure is about."""
         lines = last_lines(path, TAIL_LINES)
-        self.note(f"the last lines of {path}:" if lines else f"{path} is empty")
+        nothing = f"{path} is empty" if path.exists() else f"{path.name} is not on this machine"
+        self.note(f"the last lines of {path}:" if lines else nothing)
         for line in lines:
             self.note(f"  | {line}")
 

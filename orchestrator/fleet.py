@@ -155,8 +155,7 @@ class Fleet:
         if not self._launched:
             return
         missing = self.target - self._here() - len(self._delayed)
-        coming = self.count(WorkerState.STARTING) + len(self._delayed)
-        for _ in range(min(missing, max(0, self._starts_at_once() - coming))):
+        for _ in range(missing):
             delay_s = self._replacement_delay_s() if self._losses else 0.0
             task = group.create_task(self._launch_later(delay_s), name=f"{self.role} start")
             self._delayed.add(task)
@@ -207,6 +206,8 @@ class Fleet:
 
     async def _launch_later(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
+        while self.count(WorkerState.STARTING) >= self._starts_at_once():
+            await self._changed.wait()
         # From here on the worker itself counts as coming.
         self._delayed.discard(asyncio.current_task())
         try:
@@ -235,12 +236,12 @@ class Fleet:
             raise
         finally:
             del self._starting[name]
+            self._changed.notify()  # others may be waiting for their turn to start
         if worker.given_up:  # it came up in the very moment in which it was given up
             self._forget(worker)
             return worker
         worker.state = WorkerState.READY
         self._say(f"{name} is ready{_process(worker.info)}")
-        self._uneven.set()  # others may be waiting for their turn to start
         worker.progress_changed_at = time.monotonic()
         self.on_ready(worker)
         self._changed.notify()

@@ -4,7 +4,12 @@ Knows addresses only; what is done on the cluster is the caller's.
 """
 
 import logging
+import os
 import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.errors import RunError
@@ -18,13 +23,48 @@ def join(address: str, **options: Any) -> None:
     _require_listener(address)
     import ray
 
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:
-        raise RunError(
-            f"cannot connect to the Ray cluster at {address}: {' '.join(str(error).split())}. "
-            "Check the address, that Ray's versions match, and RAY_AUTH_MODE if it uses tokens."
-        ) from error
+    with _stderr_kept() as said:
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except Exception as error:
+            raise _refused(address, str(error), said()) from error
+
+
+def _refused(address: str, error: str, said: str) -> RunError:
+    """Why there is no connection, from Ray's error and from what its libraries printed."""
+    where = f"cannot connect to the Ray cluster at {address}"
+    if "AuthToken" in said + error:
+        return RunError(
+            f"{where}: it wants a token, and the one that was sent is missing or wrong. Set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to a file with the cluster's token, as "
+            "docs/cluster.md tells."
+        )
+    if address.startswith("ray://") and "Initialization failure" in error:
+        return RunError(
+            f"{where}: the process that serves this client did not come up there in time. Try "
+            "again: a busy head node takes a while."
+        )
+    cause = " ".join(error.split()).rstrip(".")
+    return RunError(f"{where}: {cause}. Check the address, and that Ray's versions match.")
+
+
+@contextmanager
+def _stderr_kept() -> Iterator[Callable[[], str]]:
+    """Keep from the terminal what libraries of this process print to it; yields how to read it."""
+    sys.stderr.flush()
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as kept:
+
+        def read() -> str:
+            kept.seek(0)
+            return kept.read().decode(errors="replace")
+
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield read
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
 
 
 def _require_listener(address: str) -> None:

@@ -18,7 +18,7 @@ from orchestrator.evaluation import EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
-from orchestrator.reporting import Reporter
+from orchestrator.reporting import RECENT_STEPS, Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.signal import Signal
 from orchestrator.steering import (
@@ -42,6 +42,7 @@ from orchestrator.weight_sync import WeightSync
 from orchestrator.workers import WorkerState
 
 MAX_STALENESS = 64
+LATE_START_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,16 +202,14 @@ class LiveRun:
         return self.state is RunState.TRAINING and not busy_elsewhere
 
     def _warnings(self) -> list[str]:
-        config, found = self.parts.config, []
-        if (step := self.parts.reporter.last_step) is not None:
-            dtype = coarser(config.rollout.engine.dtype, config.learner.param_dtype)
-            found += [finding.sentence for finding in diagnose(step.learner, dtype)]
+        found = self._lasting_findings()
         for fleet in (self.parts.rollout, self.parts.verifiers):
             able, quarantined = fleet.count(WorkerState.READY), WorkerState.QUARANTINED
-            if self.state is RunState.TRAINING and able < fleet.target:
+            late = [w.name for w in fleet.workers.values() if w.starting_s > LATE_START_S]
+            if late:
                 found.append(
-                    f"{able} of {fleet.target} {fleet.role} workers are ready; where one stays "
-                    "in `starting`, the cluster may lack room for it"
+                    f"{able} of {fleet.target} {fleet.role} workers are ready; {', '.join(late)} "
+                    f"did not come up within {LATE_START_S:.0f} s: the cluster may lack room"
                 )
             if number := fleet.count(quarantined):
                 found.append(
@@ -218,6 +217,17 @@ class LiveRun:
                     "disagree with the learner's; see the driver's log for the cause"
                 )
         return found
+
+    def _lasting_findings(self) -> list[str]:
+        """What has been out of its usual range in each of the last steps: the first ones of a run
+        move far, and a single batch says little."""
+        config, recent = self.parts.config, self.parts.reporter.recent
+        if len(recent) < RECENT_STEPS:
+            return []
+        dtype = coarser(config.rollout.engine.dtype, config.learner.param_dtype)
+        findings = [diagnose(step.learner, dtype) for step in recent]
+        lasting = set.intersection(*({finding.cause for finding in step} for step in findings))
+        return [finding.sentence for finding in findings[-1] if finding.cause in lasting]
 
     # Steering
 

@@ -5,7 +5,7 @@ Gathers from the parts what they measured; decides nothing.
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +28,7 @@ from orchestrator.verification import Verification
 
 GAUGE_PERIOD_S = 0.1
 SNAPSHOT_PERIOD_S = 1.0
+RECENT_STEPS = 5
 STALENESS_PREFIX = "staleness_tokens/"
 
 
@@ -46,9 +47,15 @@ class Reporter:
         self._staleness: Counter[int] = Counter()
         self._trained_samples = 0
         self._skipped = 0
-        self.last_step: StepRecord | None = None
+        self.recent: deque[StepRecord] = deque(maxlen=RECENT_STEPS)
+        """The last steps, the newest last."""
         self.held_out_accuracy: float | None = None
         """Of the last evaluation."""
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The newest step; None before the first one."""
+        return self.recent[-1] if self.recent else None
 
     def observe(
         self,
@@ -197,7 +204,8 @@ class Reporter:
         phase_seconds: Mapping[Phase, float],
     ) -> None:
         """One batch step ended."""
-        record = self.last_step = self._record(flow, groups, result, phase_seconds)
+        record = self._record(flow, groups, result, phase_seconds)
+        self.recent.append(record)
         self._staleness.update(record.staleness_tokens)
         self._skipped += bool(result.skipped)
         self._trained_samples += sum(fate.trained_tokens > 0 for fate in result.fates)

@@ -14,12 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from learner.messages import COMPLETE
+from learner.layout import COMPLETE
 from orchestrator.errors import RunError, UsageError
 from orchestrator.records import finite_or_none
 
 LATEST = "latest"
 TARGETS = "targets"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class RunDirectory:
         existing = _existing(runs_folder)
         if reference == LATEST and not existing:
             raise UsageError(
-                f"no run is in {runs_folder} yet. Start one with `slipstream run CONFIG`, go to the "
-                "folder in which it was started, or name its directory; one that was just started "
-                "needs some seconds."
+                f"no run is in {runs_folder} yet. Start one with `slipstream run CONFIG`, go to "
+                "the folder in which it was started, or name its directory; one that was just "
+                "started needs some seconds."
             )
         raise UsageError(
             f"no run at {reference!r}, nor in {runs_folder}; expected the directory of a run, "
@@ -131,7 +132,7 @@ class RunDirectory:
 
         Raises RunError when another process does.
         """
-        handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -177,9 +178,30 @@ class RunDirectory:
         shared = self.path.parent / TARGETS / f"{self.path.name}.json"
         if found:
             shared.parent.mkdir(exist_ok=True)
+            self._remove_stale_targets()
             write_json(shared, found)
         else:
             shared.unlink(missing_ok=True)
+
+    def _remove_stale_targets(self) -> None:
+        """Runs that were killed are targets until the next one begins, so that it is noticed."""
+        for file in (self.path.parent / TARGETS).glob("*.json"):
+            if not RunDirectory(self.path.parent / file.stem).is_live():
+                file.unlink(missing_ok=True)
+
+    def is_live(self) -> bool:
+        """Whether a process runs in here."""
+        try:
+            handle = os.open(self.path / LOCK, os.O_RDWR)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+        return False
 
     def point_latest(self) -> None:
         """Let `latest`, beside this directory, point here; a reader sees the old or the new."""

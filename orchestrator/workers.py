@@ -42,3 +42,9 @@ class Worker:
     progress: Any = None
     """Last answer of its `progress` call."""
     progress_changed_at: float = field(default_factory=time.monotonic)
+    created_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def starting_s(self) -> float:
+        """Seconds since it was created, while it does not work yet; 0 afterwards."""
+        return time.monotonic() - self.created_at if self.state is WorkerState.STARTING else 0.0

@@ -1,7 +1,7 @@
 """A small synchronous client of one run's control service.
 
-Every failure is a RunError of one paragraph, or a UsageError where the request can never be right. Requests that change something are sent again, under
-the same id, only when nothing answered.
+Every failure is a RunError of one paragraph, or a UsageError where the request can never be right.
+Requests that change something are sent again, under the same id, only when nothing answered.
 """
 
 import os

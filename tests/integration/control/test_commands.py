@@ -31,8 +31,8 @@ def test_every_command_does_what_it_says(run: Live, capsys: Capture) -> None:
         (["scale", where, "--rollout", "3", "--verifiers", "2"], "rollout: target 3, 1 ready now"),
         (["limits", where], "max_staleness 2, max_groups 16"),
         (["limits", where, "--max-staleness", "4"], "max_staleness 4, max_groups 16"),
-        (["pause", where, "training"], "paused: training"),
-        (["resume", where, "training"], "nothing is paused"),
+        (["pause", "training", where], "paused: training"),
+        (["resume", "training", where], "nothing is paused"),
         (["checkpoint", where], "checkpoint of step 12: /runs/tiny/checkpoints/step_12"),
         (["evaluate", where], "held-out accuracy 50.0% of 40 samples, 2 without a verdict"),
         (["stop", where], "stopping"),
@@ -79,7 +79,7 @@ def test_watch_shows_snapshots_until_the_run_ends(
 
 def test_refusals_end_with_the_services_own_sentence(run: Live, capsys: Capture) -> None:
     where = str(run.directory)
-    assert main(["scale", where, "--rollout", "99"]) == 1
+    assert main(["scale", where, "--rollout", "99"]) == 2
     said = capsys.readouterr().err
     assert said == "slipstream: rollout cannot have 99 workers; expected 1 to 8.\n"
     assert main(["scale", where, "--rollout", "8"]) == 1
@@ -87,7 +87,7 @@ def test_refusals_end_with_the_services_own_sentence(run: Live, capsys: Capture)
     assert main(["scale", where]) == 2
     assert "scale needs --rollout N or --verifier N" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exited:
-        main(["pause", where, "breathing"])
+        main(["pause", "breathing", where])
     assert exited.value.code == 2
 
 

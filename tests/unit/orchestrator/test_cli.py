@@ -87,7 +87,17 @@ def test_resuming_a_run_that_is_not_there_ends_with_2(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", config, "--resume", "--runs-folder", str(tmp_path / "runs")]) == 2
-    assert "no run at 'latest'" in capsys.readouterr().err
+    assert "no run is in" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_fault(config: str, tmp_path: Path) -> None:
+    """As in `slipstream check CONFIG | head -1`, where head has gone before the first line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "orchestrator.cli", "check", config]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("words", [[], ["frobnicate"], ["run"], ["check", "a.toml", "b.toml"]])

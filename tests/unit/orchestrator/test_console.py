@@ -126,10 +126,13 @@ def test_a_failure_shows_the_last_lines_of_the_culprit_s_log(tmp_path: Path) -> 
     assert len(lines) == 13
 
 
-def test_a_log_that_is_empty_or_elsewhere_shows_nothing(tmp_path: Path) -> None:
+def test_a_log_that_is_empty_or_elsewhere_is_said_to_be(tmp_path: Path) -> None:
     out = io.StringIO()
-    console = Console(RichConsole(file=out))
+    console = Console(RichConsole(file=out, width=200))
     (tmp_path / "empty.log").touch()
     console.log_tail(tmp_path / "empty.log")
     console.log_tail(tmp_path / "on-another-node.log")
-    assert out.getvalue() == ""
+    assert out.getvalue().splitlines() == [
+        f"{tmp_path}/empty.log is empty",
+        "on-another-node.log is not on this machine",
+    ]

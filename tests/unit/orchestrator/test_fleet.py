@@ -59,7 +59,9 @@ class Machine:
     def kill(self, actor: Actor) -> None:
         self.killed.append(actor.name)
 
-    def fleet(self, *, per_hour: int = 100, drain_timeout_s: float = 60.0) -> Fleet:
+    def fleet(
+        self, *, per_hour: int = 100, drain_timeout_s: float = 60.0, starts_at_once: int = 100
+    ) -> Fleet:
         return Fleet(
             "rollout",
             self.spawn,
@@ -70,6 +72,7 @@ class Machine:
             budget=RestartBudget(per_hour, first_delay_s=0.0),
             progress_timeout_s=60.0,
             drain_timeout_s=drain_timeout_s,
+            starts_at_once=lambda: starts_at_once,
         )
 
 
@@ -114,6 +117,25 @@ def test_a_higher_target_starts_workers_at_once() -> None:
     supervised(fleet, 1, script)
     assert sorted(fleet.workers) == [f"rollout-{i}" for i in range(4)]
     assert not fleet.restarts
+
+
+def test_many_workers_start_a_few_at_a_time_and_can_be_called_off() -> None:
+    machine = Machine(slow={f"rollout-{i}" for i in range(1, 1000)})
+    fleet = machine.fleet(starts_at_once=2)
+
+    async def script() -> None:
+        fleet.set_target(500)
+        await until(fleet, lambda: machine.spawned == 3)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert machine.spawned == 3, "the others wait for their turn"
+        fleet.set_target(1)
+        await until(fleet, lambda: settled(fleet, 1))
+        machine.slow.clear()
+        fleet.set_target(5)
+        await until(fleet, lambda: settled(fleet, 5))
+
+    supervised(fleet, 1, script)
 
 
 def test_a_lower_target_lets_the_least_loaded_finish_what_it_has() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.messages import COMPLETE
+from learner.layout import COMPLETE
 from orchestrator.errors import RunError, UsageError
 from orchestrator.run_directory import RunDirectory, write_json
 
@@ -56,7 +56,7 @@ def test_a_runs_folder_that_cannot_be(tmp_path: Path) -> None:
 def test_find_by_path_by_name_and_latest(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     run = RunDirectory.create(runs, "tiny", NOON)
-    with pytest.raises(UsageError, match="no run at"):
+    with pytest.raises(UsageError, match=r"no run is in .* yet"):
         RunDirectory.find(runs)  # not a run before it has its config
     run.write_config({"name": "tiny"})
     for reference in ("latest", run.path.name, str(run.path)):

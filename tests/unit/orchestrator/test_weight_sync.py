@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from actors.config import RolloutConfig
 from actors.parity import ParityReport
@@ -18,7 +19,7 @@ from orchestrator.fleet import Fleet
 from orchestrator.restarts import RestartBudget
 from orchestrator.signal import Signal
 from orchestrator.weight_sync import WeightSync
-from orchestrator.workers import Worker, WorkerState
+from orchestrator.workers import LossReason, Worker, WorkerState
 
 
 class Learner:
@@ -76,6 +77,7 @@ def make(*differences: float) -> tuple[WeightSync, Fleet]:
         start=lambda actor: asyncio.sleep(0),
         changed=changed,
         tell=lambda text: None,
+        kill=lambda actor: None,
         budget=RestartBudget(0),
         progress_timeout_s=60,
         drain_timeout_s=60,
@@ -106,6 +108,32 @@ def play(sync: WeightSync, *labels: WeightLabel) -> None:
         loop.cancel()
 
     asyncio.run(main())
+
+
+class DeadActor(Actor):
+    """Its process is gone, or answers with an error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(0.0)
+        self.error = error
+
+    async def _sync(self, manifest: WeightManifest, at_step_0: float | None) -> SyncReport:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ActorDiedError(), LossReason.DIED),
+        (RayTaskError("sync", "traceback", ValueError("chunk 3")), LossReason.SYNC_FAILED),
+    ],
+)
+def test_a_worker_that_dies_while_it_syncs_has_died(error: Exception, reason: LossReason) -> None:
+    sync, fleet = make(1e-6)
+    fleet.workers["rollout-1"] = Worker("rollout-1", DeadActor(error), WorkerState.READY)
+    play(sync, WeightLabel(0, 0))
+    assert fleet.restarts == {reason: 1}
+    assert [worker.name for worker in fleet.ready()] == ["rollout-0"]
 
 
 def test_every_ready_worker_reaches_the_newest_label() -> None:
