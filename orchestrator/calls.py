@@ -42,7 +42,8 @@ async def _as_coroutine(awaitable: Awaitable[T]) -> T:
 def plain(text: str) -> str:
     """An error's text in one paragraph, without the identifiers and the advice that Ray adds."""
     if _NO_CAUSE in text:
-        return "its process ended unexpectedly: it was killed, ran out of memory or crashed"
+        who, _, _ = text.partition("The actor died")
+        return f"{who}its process ended unexpectedly: it was killed, ran out of memory or crashed"
     lines = (line.strip() for line in text.strip().splitlines())
     told = (line for line in lines if line and not line.startswith(_RAY_DETAILS))
     return " ".join(line.split(" Some common causes")[0] for line in told)

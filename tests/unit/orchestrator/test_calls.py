@@ -121,3 +121,16 @@ def test_the_script_ends_the_loops() -> None:
 def test_a_cluster_that_is_not_there_is_told_at_once(address: str) -> None:
     with pytest.raises(RunError, match=rf"cannot reach the Ray cluster at {address}"):
         join(address)
+
+
+def test_a_death_of_which_ray_knows_nothing_is_told_in_plain_words() -> None:
+    told = (
+        "learner rank 0 died: The actor died unexpectedly before finishing this task.\n"
+        "\tclass_name: _RankActor\n"
+        "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a "
+        "connection error code 2. End of file. Some common causes include: (1) the OOM killer"
+    )
+    assert plain(told) == (
+        "learner rank 0 died: its process ended unexpectedly: it was killed, ran out of memory or "
+        "crashed"
+    )
