@@ -4,7 +4,9 @@ Knows Ray's object references only as awaitables, and what Ray wraps errors in.
 """
 
 import asyncio
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -21,11 +23,34 @@ class DeadlineExceeded(RunError):
     """A remote call did not answer in time; the message names the call and the limit."""
 
 
+_waits: dict[object, tuple[str, float]] = {}
+"""What this process waits for, and since when; one driver per process."""
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Count as waiting for `what`, for whoever asks `longest_waits`."""
+    key = object()
+    _waits[key] = (what, time.monotonic())
+    try:
+        yield
+    finally:
+        del _waits[key]
+
+
+def longest_waits(count: int) -> list[str]:
+    """Up to `count` of what is waited for now, the longest first, with the seconds so far."""
+    now = time.monotonic()
+    waits = sorted(_waits.values(), key=lambda wait: wait[1])
+    return [f"{what} for {now - since:.0f} s" for what, since in waits[:count]]
+
+
 async def within(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
     """Result of `awaitable`, or DeadlineExceeded naming `what` after `timeout_s` seconds."""
     task = asyncio.ensure_future(_as_coroutine(awaitable))
     try:
-        return await asyncio.wait_for(task, timeout_s)
+        with waiting(what):
+            return await asyncio.wait_for(task, timeout_s)
     except TimeoutError as error:
         if task.done() and not task.cancelled():
             raise  # the remote side raised a TimeoutError of its own

@@ -11,7 +11,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.worker import GroupReceipt, GroupRequest
-from orchestrator.calls import root_cause
+from orchestrator.calls import root_cause, waiting
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow, Lease
 from orchestrator.weight_sync import WeightSync
@@ -93,22 +93,8 @@ class Generation:
         stream = worker.actor.generate.remote([_request(lease) for lease in leases])
         reason = "the worker ended its answer early"
         try:
-            async for receipt_ref in stream:
-                receipt: GroupReceipt = await receipt_ref
-                # Until its batch is here the group counts as in flight: a drain waits for it.
-                batch_ref = await anext(stream, None) if receipt.ok else None
-                if receipt.ok and batch_ref is None:
-                    break
-                lease = open_leases.pop(receipt.group_id)
-                worker.in_flight -= 1
-                if receipt.ok:
-                    self._flow.generated(lease, receipt)
-                    self._on_attempt("completed", sum(receipt.response_tokens))
-                    self._on_group(lease, batch_ref)
-                else:
-                    self._on_attempt("failed", 0)
-                    code = "drained" if worker.given_up else "generation_failed"
-                    self._flow.attempt_failed(lease, code, receipt.error, pardoned=worker.given_up)
+            with waiting(f"{worker.name} ({len(leases)} groups)"):
+                await self._receive(worker, open_leases, stream)
         except RayError as error:
             reason = root_cause(error)
             self._fleet.report_lost(worker, LossReason.DIED, reason)
@@ -122,6 +108,25 @@ class Generation:
                 )
             self._calls.discard(asyncio.current_task())
             self._flow.changed.notify()
+
+    async def _receive(self, worker: Worker, open_leases: dict[int, Lease], stream: Any) -> None:
+        """Pass on what comes; what has come is taken off `open_leases`."""
+        async for receipt_ref in stream:
+            receipt: GroupReceipt = await receipt_ref
+            # Until its batch is here the group counts as in flight: a drain waits for it.
+            batch_ref = await anext(stream, None) if receipt.ok else None
+            if receipt.ok and batch_ref is None:
+                return
+            lease = open_leases.pop(receipt.group_id)
+            worker.in_flight -= 1
+            if receipt.ok:
+                self._flow.generated(lease, receipt)
+                self._on_attempt("completed", sum(receipt.response_tokens))
+                self._on_group(lease, batch_ref)
+            else:
+                self._on_attempt("failed", 0)
+                code = "drained" if worker.given_up else "generation_failed"
+                self._flow.attempt_failed(lease, code, receipt.error, pardoned=worker.given_up)
 
 
 def _request(lease: Lease) -> GroupRequest:

@@ -20,7 +20,7 @@ from learner.messages import LearnerSpec
 from orchestrator import cluster
 from orchestrator.autoscaling import autoscale
 from orchestrator.bottleneck import Phase
-from orchestrator.calls import within
+from orchestrator.calls import longest_waits, within
 from orchestrator.checkpointing import Checkpointing
 from orchestrator.config import RunConfig
 from orchestrator.evaluation import Evaluation, EvaluationResult
@@ -351,7 +351,8 @@ class Pipeline:
         return (
             f"{self.flow.describe()}; "
             f"{len(self._rollout.ready())} rollout and {len(self._verifiers.ready())} verifier "
-            f"workers ready, {self._verification.backlog} groups being scored"
+            f"workers ready, {self._verification.backlog} groups being scored; "
+            f"waiting for: {'; '.join(longest_waits(5)) or 'nothing'}"
         )
 
     async def _close(self) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from learner.batch import StepRequest, StepResult
 from learner.group import LearnerDied, LearnerGroup, RankInfo
 from learner.messages import ProbeRequest, Publication
-from orchestrator.calls import plain
+from orchestrator.calls import plain, waiting
 from orchestrator.errors import RunError
 from orchestrator.restarts import RestartBudget
 
@@ -64,15 +64,15 @@ class SupervisedLearner:
 
     async def step(self, request: StepRequest) -> StepResult:
         """See `LearnerGroup.step`."""
-        return await self._call(lambda group: group.step(request))
+        return await self._call("its step", lambda group: group.step(request))
 
     async def score(self, refs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """See `LearnerGroup.score`."""
-        return await self._call(lambda group: group.score(refs))
+        return await self._call("log-probabilities", lambda group: group.score(refs))
 
     async def save(self, folder: str, *, keep: int, export: bool) -> None:
         """See `LearnerGroup.save`."""
-        await self._call(lambda group: group.save(folder, keep=keep, export=export))
+        await self._call("a checkpoint", lambda group: group.save(folder, keep=keep, export=export))
 
     async def publish(
         self, label: str, probe: ProbeRequest | None
@@ -80,7 +80,8 @@ class SupervisedLearner:
         """See `LearnerGroup.publish`. Raises LearnerReplaced where that has made it pointless."""
         group = self._group
         try:
-            return await group.publish(label, probe)
+            with waiting("the learner (its weights)"):
+                return await group.publish(label, probe)
         except LearnerDied as error:
             await self._replace(group, error)
             raise LearnerReplaced from error
@@ -99,11 +100,12 @@ class SupervisedLearner:
         """End the rank processes."""
         await self._group.close()
 
-    async def _call(self, call: Callable[[LearnerGroup], Awaitable[T]]) -> T:
+    async def _call(self, what: str, call: Callable[[LearnerGroup], Awaitable[T]]) -> T:
         while True:
             group = self._group
             try:
-                return await call(group)
+                with waiting(f"the learner ({what})"):
+                    return await call(group)
             except LearnerDied as error:
                 await self._replace(group, error)
 

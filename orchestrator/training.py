@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from orchestrator.bottleneck import Phase
+from orchestrator.calls import waiting
 from orchestrator.flow import Flow
 from orchestrator.reporting import PhaseTimer, Reporter
 from orchestrator.steering import NotNow
@@ -93,7 +94,7 @@ class Training:
                 await self._flow.changed.wait()
         self.waiting = True
         try:
-            with timer(Phase.WAIT_FOR_GROUPS):
+            with timer(Phase.WAIT_FOR_GROUPS), waiting("groups to train on"):
                 return await self._flow.next_batch(
                     until=lambda: self._stopping or self.paused or bool(self._asked)
                 )

@@ -11,6 +11,7 @@ PARTS = {
     "loop": "bench_loop",
     "weight-sync": "bench_weight_sync",
     "data-plane": "bench_data_plane",
+    "ledger": "bench_ledger",
     "learner": "bench_learner",
     "objective": "bench_objective",
 }

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from orchestrator.calls import DeadlineExceeded, plain, within
+from orchestrator.calls import DeadlineExceeded, longest_waits, plain, waiting, within
 from orchestrator.errors import RunError
 from orchestrator.joining import join
 from orchestrator.loops import LoopEnded, beside
@@ -134,3 +134,20 @@ def test_a_death_of_which_ray_knows_nothing_is_told_in_plain_words() -> None:
         "learner rank 0 died: its process ended unexpectedly: it was killed, ran out of memory or "
         "crashed"
     )
+
+
+def test_what_is_waited_for_is_known_the_longest_first() -> None:
+    async def main() -> list[str]:
+        never = asyncio.get_running_loop().create_future()
+        with waiting("groups to train on"):
+            call = asyncio.create_task(within(never, 60, "the trajectory store (group 7)"))
+            await asyncio.sleep(0)
+            told = longest_waits(5)
+            assert longest_waits(1) == told[:1]
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+        return told
+
+    told = asyncio.run(main())
+    assert told == ["groups to train on for 0 s", "the trajectory store (group 7) for 0 s"]
+    assert longest_waits(5) == []
