@@ -10,7 +10,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-all lint proto bench docs monitor lock clean
+.PHONY: help setup demo test test-unit test-all chaos lint proto bench docs monitor lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,10 @@ test-unit: setup  ## without Ray, vLLM or torch.distributed
 test-all: setup  ## also the tests that take minutes each
 	$(BIN)/lint-imports
 	$(PYTEST) tests
+
+SEEDS ?= 10
+chaos: setup  ## SEEDS live runs with random faults, two to three minutes each
+	CHAOS_SEEDS=$(SEEDS) $(PYTEST) tests/chaos
 
 lint: setup  ## formatting, lint, import contracts, types
 	$(BIN)/ruff format --check .
