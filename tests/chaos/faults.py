@@ -1,4 +1,4 @@
-"""Faults that a chaos run is given, each a process that is killed or stopped, or a fleet that moves.
+"""Faults for a chaos run: a process is killed or stopped, a file torn, a fleet moved.
 
 A fault does its harm and returns; whether the run gets over it is the test's to watch.
 """
