@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,23 +53,60 @@ def save_state(
     ranks: Collective,
     state: LearnerState,
 ) -> None:
-    """Write everything but the marker into `staging`, which is emptied first. All ranks call."""
-    if ranks.rank == 0:
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-    ranks.barrier()
-    dcp.save(_tensors(parts), checkpoint_id=staging / _TENSORS)
-    torch.save(_random_state(), staging / f"random-{ranks.rank}.pt")
-    torch.save(store.copies(), staging / f"kept-{ranks.rank}.pt")
-    if ranks.rank == 0:
-        content = {
-            "format": _FORMAT,
-            "version": state.version,
-            "batches": state.batches,
-            "ranks": ranks.world,
-        }
-        (staging / _STATE).write_text(json.dumps(content, indent=2))
-    ranks.barrier()
+    """Write everything but the marker into `staging`, which is emptied first. All ranks call.
+
+    Raises CheckpointError where the disk does not take it.
+    """
+
+    def make_room() -> None:
+        if ranks.rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+
+    def write_the_rest() -> None:
+        torch.save(_random_state(), staging / f"random-{ranks.rank}.pt")
+        torch.save(store.copies(), staging / f"kept-{ranks.rank}.pt")
+        if ranks.rank == 0:
+            content = {
+                "format": _FORMAT,
+                "version": state.version,
+                "batches": state.batches,
+                "ranks": ranks.world,
+            }
+            (staging / _STATE).write_text(json.dumps(content, indent=2))
+
+    ranks.together(writing(staging, make_room))
+    try:
+        dcp.save(_tensors(parts), checkpoint_id=staging / _TENSORS)
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise _not_written(staging, cause) from error
+    ranks.together(writing(staging, write_the_rest))
+
+
+def writing(path: Path, work: Callable[[], None]) -> Callable[[], None]:
+    """`work`, which writes files at `path`, with a CheckpointError where the disk refuses."""
+
+    def attempt() -> None:
+        try:
+            work()
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+            raise _not_written(path, error) from error
+
+    return attempt
+
+
+def discard(folder: Path) -> None:
+    """Remove what was written of a checkpoint that is not to be. One process calls."""
+    shutil.rmtree(staging_folder(folder), ignore_errors=True)
+
+
+def _not_written(path: Path, cause: BaseException) -> CheckpointError:
+    free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
+    return CheckpointError(
+        f"{path.parent} did not take a checkpoint: {str(cause).splitlines()[0]} ({free >> 20} MiB "
+        "are free). Free space, or keep fewer checkpoints (checkpoint.keep)"
+    )
 
 
 def commit(folder: Path, *, keep: int) -> None:

@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -34,6 +35,22 @@ class Collective:
     def barrier(self) -> None:
         """Returns once every rank has come here."""
         self.sum(torch.zeros(1, device=self.device))
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Do `work`, which takes no collectives, and go on only if it went well on every rank.
+
+        All ranks call. Raises what `work` raised here, RuntimeError where it failed elsewhere.
+        """
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as caught:
+            error = caught
+        failed = self.sum(torch.tensor([float(error is not None)], device=self.device)).item()
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError("another learner rank could not do its part")
 
     def _reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.world > 1:

@@ -2,11 +2,14 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from learner.checkpoint import writing
 from learner.collective import Collective
 from learner.model import Policy
 from learner.publisher import chunk_count, iter_chunks, pack_chunk
@@ -22,26 +25,48 @@ def export_hf(
 
     `source` is the model that training started from; whatever its folder holds besides weights is
     copied as it is. All ranks call this, rank 0 writes; `folder` must not exist. Weights are
-    gathered one layer group at a time.
+    gathered one layer group at a time. Raises CheckpointError where the disk does not take it.
     """
-    writes = ranks.rank == 0
-    if writes:
-        folder.mkdir(parents=True)
-        _write_settings(source, folder, dtype)
     total = chunk_count(policy, dtype)
-    index: dict[str, str] = {}
-    total_bytes = 0
-    for number, tensors in enumerate(iter_chunks(policy, dtype, keep=writes)):
-        if tensors is not None:
-            name = _shard_name(number, total)
-            pack_chunk(tensors).tofile(folder / name)
-            index |= dict.fromkeys(tensors, name)
-            total_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if writes and total > 1:
-        content = {"metadata": {"total_size": total_bytes}, "weight_map": index}
-        path = folder / "model.safetensors.index.json"
-        path.write_text(json.dumps(content, indent=2, sort_keys=True))
-    ranks.barrier()
+    writer = _Writer(source, folder, dtype, total) if ranks.rank == 0 else None
+    ranks.together(writing(folder, writer.begin if writer else _nothing))
+    for number, tensors in enumerate(iter_chunks(policy, dtype, keep=writer is not None)):
+        write = _nothing if writer is None else partial(writer.write, number, tensors)
+        ranks.together(writing(folder, write))
+    ranks.together(writing(folder, writer.finish if writer else _nothing))
+
+
+class _Writer:
+    """The files of one export, on the rank that writes them."""
+
+    def __init__(self, source: str, folder: Path, dtype: torch.dtype, total: int) -> None:
+        self._source = source
+        self._folder = folder
+        self._dtype = dtype
+        self._total = total
+        self._index: dict[str, str] = {}
+        self._bytes = 0
+
+    def begin(self) -> None:
+        self._folder.mkdir(parents=True)
+        _write_settings(self._source, self._folder, self._dtype)
+
+    def write(self, number: int, tensors: dict[str, Tensor] | None) -> None:
+        assert tensors is not None
+        name = _shard_name(number, self._total)
+        pack_chunk(tensors).tofile(self._folder / name)
+        self._index |= dict.fromkeys(tensors, name)
+        self._bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def finish(self) -> None:
+        if self._total > 1:
+            content = {"metadata": {"total_size": self._bytes}, "weight_map": self._index}
+            path = self._folder / "model.safetensors.index.json"
+            path.write_text(json.dumps(content, indent=2, sort_keys=True))
+
+
+def _nothing() -> None:
+    """What the ranks do that write nothing."""
 
 
 def _shard_name(number: int, total: int) -> str:

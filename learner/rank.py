@@ -20,7 +20,14 @@ from learner.batch_scoring import BatchScorer
 from learner.collective import join, open_store
 from learner.critic import Critic
 from learner.export import export_hf
-from learner.messages import LearnerSpec, LearnerState, ProbeRequest, ProbeScores, Publication
+from learner.messages import (
+    CheckpointError,
+    LearnerSpec,
+    LearnerState,
+    ProbeRequest,
+    ProbeScores,
+    Publication,
+)
 from learner.model import load_policy
 from learner.optimizer import Optimizer
 from learner.publisher import PublicationBuilder, iter_chunks
@@ -145,11 +152,20 @@ class LearnerRank:
         return self._scorer.everything(read_rows(self._fetch(refs)))
 
     def save(self, folder: str, *, keep: int, export: bool) -> None:
-        """Write a checkpoint, with an `hf/` export inside it if asked, and commit it."""
-        self.stage(folder, export=export)
-        if self._rank == 0:
-            checkpoint.commit(Path(folder), keep=keep)
-        self._ranks.barrier()
+        """Write a checkpoint, with an `hf/` export inside it if asked, and commit it. Raises
+        CheckpointError where the disk does not take it; older ones are as they were."""
+        target = Path(folder)
+
+        def commit() -> None:
+            if self._rank == 0:
+                checkpoint.commit(target, keep=keep)
+
+        try:
+            self.stage(folder, export=export)
+            self._ranks.together(checkpoint.writing(target, commit))
+        except CheckpointError:
+            checkpoint.discard(target)
+            raise
 
     def stage(self, folder: str, *, export: bool) -> None:
         """As `save`, but leaves the checkpoint in its staging folder, for others to add to."""

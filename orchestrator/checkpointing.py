@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from learner.messages import CheckpointError
 from orchestrator.calls import within
+from orchestrator.errors import RunError
 from orchestrator.flow import Flow
 from orchestrator.operation_config import CheckpointConfig
 from orchestrator.reporting import Reporter
@@ -40,7 +42,7 @@ class Checkpointing:
 
     async def save(self) -> Path:
         """The checkpoint of the flow's current step, written unless it is there; beyond `keep`,
-        older ones go."""
+        older ones go. Raises RunError where it cannot be written, and older ones stay."""
         flow = self._flow
         path = self._directory.checkpoint(flow.step)
         if flow.step == self.saved_step:
@@ -50,13 +52,21 @@ class Checkpointing:
             # A checkpoint ahead of the ledger could not be resumed from.
             await flow.flush()
             await self._learner.save(str(path), keep=self._config.keep, export=self._config.export)
-        except Exception:
+        except CheckpointError as error:
             self._reporter.checkpoint_failed()
-            raise
+            raise RunError(f"{error}.", culprit="learner-0") from error
         self.saved_step = flow.step
         self._reporter.checkpointed(flow.step, time.monotonic() - started)
         await self._trim_log()
         return path
+
+    async def try_save(self) -> None:
+        """As `save`, for a checkpoint in mid-run: the run goes on without it, since steps can be
+        done again from the one before."""
+        try:
+            await self.save()
+        except RunError as error:
+            self._reporter.note(f"the run goes on without this checkpoint: {error}")
 
     async def _trim_log(self) -> None:
         steps = self._directory.checkpoint_steps()

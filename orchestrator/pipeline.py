@@ -335,7 +335,7 @@ class Pipeline:
         last = step == self._config.steps
         if checkpoint.every and step % checkpoint.every == 0 and not last:
             with timer(Phase.CHECKPOINT):
-                await self._checkpointing.save()
+                await self._checkpointing.try_save()
         if evaluation.every and step % evaluation.every == 0 and not last:
             with timer(Phase.EVALUATE):
                 await self._evaluate(f"step {step}")

@@ -75,19 +75,13 @@ class Verification:
         try:
             verdicts = await self.score(batch_ref, lease.task)
             self._flow.verified(lease)
-            ready: ReadyGroup = await within(
-                self._store.append.remote(batch_ref, verdicts),
-                STORE_TIMEOUT_S,
-                f"the trajectory store (group {lease.group_id})",
-            )
+            ready = await self._keep(lease, batch_ref, verdicts)
         except VerificationFailed as error:
             self._flow.attempt_failed(lease, "verifier_lost", str(error))
         except RayTaskError as error:
             lost = isinstance(error.cause, RayError)
             reason = "trajectories_lost" if lost else "scoring_failed"
             self._flow.attempt_failed(lease, reason, root_cause(error))
-        except RayActorError as error:
-            raise store_died(error) from error
         except RayError as error:
             self._flow.attempt_failed(lease, "trajectories_lost", root_cause(error))
         else:
@@ -95,6 +89,25 @@ class Verification:
         finally:
             self.backlog -= 1
             self._changed.notify()
+
+    async def _keep(self, lease: Lease, batch_ref: Any, verdicts: pa.RecordBatch) -> ReadyGroup:
+        """Have the store own the group. Raises RunError when nothing can be kept any more."""
+        try:
+            return await within(
+                self._store.append.remote(batch_ref, verdicts),
+                STORE_TIMEOUT_S,
+                f"the trajectory store (group {lease.group_id})",
+            )
+        except RayActorError as error:
+            raise store_died(error) from error
+        except RayTaskError as error:
+            if not isinstance(error.cause, OSError):
+                raise
+            raise RunError(
+                f"the trajectory log cannot be written: {error.cause}. Free disk space, then go on "
+                "with --resume.",
+                culprit="store",
+            ) from error
 
     async def score(self, batch_ref: Any, task: Task) -> pa.RecordBatch:
         """Verdict columns for one rollout batch.
