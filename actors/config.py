@@ -167,7 +167,7 @@ class RolloutConfig(_Table):
     @property
     def max_groups_in_flight(self) -> int:
         """Groups that a worker generates at the same time."""
-        return self.engine.max_num_seqs // self.samples_per_group
+        return max(1, self.engine.max_num_seqs // self.samples_per_group)
 
     def bundles(self) -> list[dict[str, float]]:
         """Ray placement bundles of one worker; the first is the actor's own."""

@@ -71,8 +71,10 @@ class _RankActor:
         return getattr(self._rank, name)(*args, **kwargs)
 
     @ray.method(num_returns="streaming")
-    def publish(self, label: str, probe: ProbeRequest | None) -> Iterator[np.ndarray | Publication]:
-        yield from self._rank.publish(label, probe)
+    def publish(
+        self, label: str, probe: ProbeRequest | None, version: int | None
+    ) -> Iterator[np.ndarray | Publication]:
+        yield from self._rank.publish(label, probe, version)
 
 
 class LearnerGroup:
@@ -136,12 +138,14 @@ class LearnerGroup:
         return replace(results[0], fates=fates)
 
     async def publish(
-        self, label: str, probe: ProbeRequest | None = None
+        self, label: str, probe: ProbeRequest | None = None, version: int | None = None
     ) -> tuple[Publication, list[ray.ObjectRef]]:
-        """The current weights: their description, and one reference per chunk (uint8 array),
-        owned by the calling process."""
+        """The weights of `version`, by default the current ones: their description, and one
+        reference per chunk (uint8 array), owned by the calling process."""
         async with self._turn:
-            pending = [_collect(actor.publish.remote(label, probe)) for actor in self._actors]
+            pending = [
+                _collect(actor.publish.remote(label, probe, version)) for actor in self._actors
+            ]
             collected = await self._settle("publish", pending, self._config.step_timeout_s)
         *chunks, last = collected[0]
         return await last, chunks

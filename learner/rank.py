@@ -129,9 +129,27 @@ class LearnerRank:
         self.version = result.version
         return result
 
-    def publish(self, label: str, probe: ProbeRequest | None) -> Iterator[np.ndarray | Publication]:
-        """Rank 0 yields the chunks (uint8 arrays) of the current weights in the rollout dtype,
-        then the `Publication` that describes them; the others yield nothing."""
+    def publish(
+        self, label: str, probe: ProbeRequest | None, version: int | None = None
+    ) -> Iterator[np.ndarray | Publication]:
+        """Rank 0 yields the chunks (uint8 arrays) of the weights of `version` in the rollout dtype,
+        then the `Publication` that describes them; the others yield nothing. ValueError for a
+        version that is neither the current one nor kept."""
+        if version is None or version == self.version:
+            yield from self._publish(label, probe)
+            return
+        if version not in self._store.versions:
+            raise ValueError(
+                f"version {version} is not kept; there are {self._store.versions} and, current, "
+                f"{self.version}"
+            )
+        with self._store.borrowed() as load:
+            load(version)
+            yield from self._publish(label, probe)
+
+    def _publish(
+        self, label: str, probe: ProbeRequest | None
+    ) -> Iterator[np.ndarray | Publication]:
         dtype = getattr(torch, self._spec.rollout_dtype)
         leads = self._rank == 0
         builder = PublicationBuilder()

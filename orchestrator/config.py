@@ -6,7 +6,7 @@ to be judged is judged. Reading files is `config_file`'s affair.
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -42,6 +42,9 @@ def _is_file_name(name: str) -> str:
     return name
 
 
+_Config = TypeVar("_Config", bound="RunConfig")
+
+
 class QueueConfig(Table):
     """Bounds on groups between admission and training; they act at admission only."""
 
@@ -65,6 +68,9 @@ class RunConfig(Table):
     """Batch steps to train."""
     max_staleness: Annotated[int, Field(ge=0, le=64)] = 2
     """Versions that a trained token may be behind the learner; 0 is synchronous on-policy."""
+    deterministic: bool = False
+    """For debugging: groups, weights and batches follow a schedule, and samples are drawn one at a
+    time by seeds of their own, so that a run can be repeated exactly. Slow."""
     model: ModelConfig
     """The model that is trained."""
     data: DataConfig
@@ -106,7 +112,8 @@ class RunConfig(Table):
         max_groups = self.queue.max_groups or (1 + self.max_staleness) * self.groups_per_batch
         learner = self.learner.model_copy(update={"objective": _objective(self)})
         queue = self.queue.model_copy(update={"max_groups": max_groups})
-        return self.model_copy(update={"learner": learner, "queue": queue})
+        resolved = self.model_copy(update={"learner": learner, "queue": queue})
+        return _scheduled(resolved) if self.deterministic else resolved
 
     @property
     def groups_per_batch(self) -> int:
@@ -125,6 +132,20 @@ class RunConfig(Table):
         prompt = TOKEN_ID_BYTES * prompt_tokens
         response = RESPONSE_TOKEN_BYTES * self.rollout.sampling.max_tokens
         return self.rollout.samples_per_group * (prompt + response + SAMPLE_BYTES)
+
+
+def _scheduled(config: _Config) -> _Config:
+    """With what a deterministic run needs: groups in admission order; and engines whose arithmetic
+    depends on the sample alone, not on what else they compute at the same time or have cached."""
+    engine = config.rollout.engine.model_copy(
+        update={"max_num_seqs": 1, "enable_prefix_caching": False, "chunked_prefill": False}
+    )
+    return config.model_copy(
+        update={
+            "queue": config.queue.model_copy(update={"policy": "wait"}),
+            "rollout": config.rollout.model_copy(update={"seeded": True, "engine": engine}),
+        }
+    )
 
 
 def _objective(config: RunConfig) -> ObjectiveConfig:
@@ -150,6 +171,7 @@ def _contradictions(config: RunConfig) -> Iterator[Problem]:
             f"{config.supervision.no_progress_timeout_s:g} would end a run in mid-step",
             f"more than learner.step_timeout_s, {config.learner.step_timeout_s:g}",
         )
+    yield from _not_deterministic(config)
     yield from _outside_the_autoscaler(config)
     samples, limit = config.evaluation.samples_per_task, config.rollout.engine.max_num_seqs
     if samples > limit:
@@ -176,6 +198,22 @@ def _share_tasks(one: FileSource | GymSource, other: FileSource | GymSource) -> 
     if (one.reasoning_gym, one.config) != (other.reasoning_gym, other.config):
         return False
     return one.seed < other.seed + other.size and other.seed < one.seed + one.size
+
+
+def _not_deterministic(config: RunConfig) -> Iterator[Problem]:
+    if not config.deterministic:
+        return
+    why = "cannot be part of a deterministic run"
+    if config.evaluation.every:
+        yield Problem("evaluation.every", f"{config.evaluation.every} {why}", "0")
+    if config.autoscaler.enabled:
+        yield Problem("autoscaler.enabled", f"true {why}", "false")
+    if config.learner.param_dtype != "float32":
+        yield Problem(
+            "learner.param_dtype",
+            f"{config.learner.param_dtype} {why}: kept versions would be rounded",
+            "float32",
+        )
 
 
 def _outside_the_autoscaler(config: RunConfig) -> Iterator[Problem]:

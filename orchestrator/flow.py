@@ -8,7 +8,7 @@ it what happened, and wait for its signal.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from actors.trajectory import WeightLabel
 from actors.worker import GroupReceipt
@@ -33,30 +33,15 @@ from orchestrator.history.transitions import (
     Verified,
     consumed_batch,
 )
+from orchestrator.leases import Lease, new_lease
 from orchestrator.queue import QueueStats, ReadyQueue
+from orchestrator.schedule import Waves
 from orchestrator.signal import Signal
 from orchestrator.steering import Limits
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task
 
 logger = logging.getLogger(__name__)
-
-SEED_STRIDE = 1 << 32
-
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right and duty to generate one attempt of a group."""
-
-    group_id: int
-    """Also the group's place in the admission order."""
-    attempt: int
-    task: Task
-    samples: int
-    seed: int | None
-    """The same for every attempt, so that a retry draws the same samples."""
-    pardoned: int = 0
-    """Of the attempts before this one, those that do not count against the limit."""
 
 
 class Flow:
@@ -78,6 +63,7 @@ class Flow:
         self._admission = Admission(config.groups_per_batch, config.max_staleness)
         self._queue: ReadyQueue[ReadyGroup] = self._new_queue()
         self._retention = Retention()
+        self._waves = self._new_waves()
         self.ledger = Ledger(journal)
         self._leases: dict[int, Lease] = {}
         self._left_untrained = 0
@@ -103,6 +89,8 @@ class Flow:
 
     def next_lease(self, worker_version: int) -> Lease | None:
         """The next group that a worker serving this version may start; None while it must wait."""
+        if self._waves is not None and worker_version != self._waves.version():
+            return None
         group_id = self._admission.restart(worker_version)
         if group_id is not None:
             return self._leases[group_id]
@@ -113,26 +101,31 @@ class Flow:
             return None
         task = self._tasks[self._cursor.next()]
         self._queue.reserve(group_id)
-        lease = self._leases[group_id] = self._lease(group_id, 0, task)
-        self.ledger.apply(Admitted(group_id, task.task_id, lease.samples))
+        lease = self._leases[group_id] = new_lease(self._config, group_id, task)
+        self._apply(Admitted(group_id, task.task_id, lease.samples))
         self.changed.notify()
         return lease
 
-    def _lease(self, group_id: int, attempt: int, task: Task) -> Lease:
-        rollout = self._config.rollout
-        seed = None
-        if rollout.seeded:
-            # Sample i of a group draws from seed + i: groups must not share seeds.
-            seed = self._config.seed * SEED_STRIDE + group_id * rollout.samples_per_group
-        return Lease(group_id, attempt, task, rollout.samples_per_group, seed)
+    @property
+    def scheduled_version(self) -> int | None:
+        """The version that workers have to serve now; None where they serve the newest."""
+        return None if self._waves is None else self._waves.version()
+
+    def _apply(self, *transitions: Transition) -> None:
+        self.ledger.apply(*transitions)
+        if self._waves is not None:
+            for transition in transitions:
+                self._waves.apply(transition)
 
     def _enough_admitted(self) -> bool:
         """Whether the remaining steps can consume all that is under way."""
+        if self._waves is not None:
+            return not self._waves.admits()
         return self._admission.live >= (self._config.steps - self.step) * self._batch_groups
 
     def generated(self, lease: Lease, receipt: GroupReceipt) -> None:
         """A worker completed the lease's samples."""
-        self.ledger.apply(Generated(lease.group_id, lease.attempt, receipt.response_tokens))
+        self._apply(Generated(lease.group_id, lease.attempt, receipt.response_tokens))
         self.changed.notify()
 
     def attempt_failed(
@@ -146,14 +139,14 @@ class Flow:
         limit = self._config.supervision.attempts
         pardons = lease.pardoned + pardoned
         if lease.attempt + 1 - pardons < limit:
-            self.ledger.apply(Retried(lease.group_id, reason, detail))
+            self._apply(Retried(lease.group_id, reason, detail))
             self._admission.retry(lease.group_id)
             self._leases[lease.group_id] = replace(
                 lease, attempt=lease.attempt + 1, pardoned=pardons
             )
             logger.info("group %d is tried again: %s (%s)", lease.group_id, reason, detail)
         else:
-            self.ledger.apply(Failed(lease.group_id, reason, detail))
+            self._apply(Failed(lease.group_id, reason, detail))
             self._leave(lease.group_id)
             logger.warning(
                 "task %s failed after %d attempts: %s", lease.task.task_id, limit, detail
@@ -165,17 +158,16 @@ class Flow:
 
     def verified(self, lease: Lease) -> None:
         """Every sample of the lease has a verdict."""
-        self.ledger.apply(Verified(lease.group_id, lease.attempt))
+        self._apply(Verified(lease.group_id, lease.attempt))
         self.changed.notify()
 
     def ready(self, lease: Lease, group: ReadyGroup) -> None:
         """The store owns the group; it queues up unless it has nothing to teach."""
-        self.ledger.apply(Ready(lease.group_id, lease.attempt))
         self._retention.kept(lease.group_id, group.segment)
-        reason = self._uninformative(group)
-        if reason:
+        if reason := self._uninformative(group):
             self._drop(lease.group_id, reason)
         else:
+            self._apply(Ready(lease.group_id, lease.attempt))
             self._queue.put(lease.group_id, group, group.nbytes, time.monotonic())
         self.changed.notify()
 
@@ -231,7 +223,7 @@ class Flow:
             self._config.steps,
             tuple(attempts.items()),
         )
-        self.ledger.apply(*fates, done)
+        self._apply(*fates, done)
         if result.changed:
             self._admission.consumed(attempts)
             self._left_untrained = 0
@@ -292,7 +284,7 @@ class Flow:
     # Leaving
 
     def _drop(self, group_id: int, reason: str) -> None:
-        self.ledger.apply(Dropped(group_id, reason))
+        self._apply(Dropped(group_id, reason))
         self._leave(group_id)
         # What a lowered bound makes too old says nothing about the tasks.
         if reason != "stale":
@@ -360,14 +352,23 @@ class Flow:
         return self._retention.release(oldest_checkpoint)
 
     def restore(
-        self, ledger: Ledger, ready: Mapping[GroupKey, ReadyGroup], *, lineage: int
+        self,
+        history: Sequence[Transition],
+        ledger: Ledger,
+        ready: Mapping[GroupKey, ReadyGroup],
+        *,
+        lineage: int,
     ) -> None:
-        """Continue from a ledger that was replayed, as `lineage`. `ready` has the content of its
-        ready groups; a group without any keeps its place and is generated once more.
+        """Continue from a history and the ledger that it leads to, as `lineage`. `ready` has the
+        content of its ready groups; a group without any keeps its place and is generated again.
 
         Raises RunError when the data no longer holds a task that was under way.
         """
         self.ledger, self.lineage = ledger, lineage
+        self._waves = self._new_waves()
+        if self._waves is not None:
+            for transition in history:
+                self._waves.apply(transition)
         self._cursor = TaskCursor(len(self._tasks), self._config.seed, drawn=ledger.admitted)
         under_way = ledger.unfinished()
         self._admission = Admission(
@@ -382,9 +383,8 @@ class Flow:
             group = ledger.group(group_id)
             assert group is not None
             self._queue.take_back(group_id)
-            lease = self._leases[group_id] = self._lease(
-                group_id, group.attempt, self._task(group.task_id)
-            )
+            lease = new_lease(self._config, group_id, self._task(group.task_id), group.attempt)
+            self._leases[group_id] = lease
             if content := ready.get((group_id, group.attempt)):
                 self._retention.kept(group_id, content.segment)
                 self._queue.put(group_id, content, content.nbytes, time.monotonic())
@@ -401,6 +401,12 @@ class Flow:
                 f"task {task_id!r} was under way and is no longer in the data. Resume with the "
                 "same data."
             ) from None
+
+    def _new_waves(self) -> Waves | None:
+        config = self._config
+        if not config.deterministic:
+            return None
+        return Waves(self._batch_groups, config.max_staleness, config.steps)
 
     def _new_queue(self) -> ReadyQueue[ReadyGroup]:
         queue = self._config.queue

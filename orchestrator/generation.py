@@ -13,7 +13,8 @@ from ray.exceptions import RayError
 from actors.worker import GroupReceipt, GroupRequest
 from orchestrator.calls import root_cause, waiting
 from orchestrator.fleet import Fleet
-from orchestrator.flow import Flow, Lease
+from orchestrator.flow import Flow
+from orchestrator.leases import Lease
 from orchestrator.weight_sync import WeightSync
 from orchestrator.workers import LossReason, Worker
 

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from actors.trajectory import TrajectoryMeta
+from actors.trajectory import TrajectoryMeta, WeightLabel
 from actors.weights import remove_staged
 from learner.group import LearnerGroup
 from learner.messages import LearnerSpec
@@ -44,7 +44,7 @@ from orchestrator.task_loading import Tasks
 from orchestrator.training import Training
 from orchestrator.verification import Verification, store_died
 from orchestrator.watchdog import Watchdog
-from orchestrator.weight_sync import WeightSync
+from orchestrator.weight_sync import KEPT_PUBLICATIONS, WeightSync
 
 STORE_WATCH_PERIOD_S = 2.0
 CHILD_START_S = 2.0
@@ -113,6 +113,8 @@ class Pipeline:
             learner_dtype=config.learner.param_dtype,
             changed=changed,
             reporter=reporter,
+            scheduled=lambda: self.flow.scheduled_version,
+            kept=config.max_staleness + 2 if config.deterministic else KEPT_PUBLICATIONS,
         )
         self._verification = Verification(
             self._verifiers,
@@ -288,7 +290,7 @@ class Pipeline:
             group.create_task(self._learner.start())
             group.create_task(self._rollout.launch(self._config.rollout.workers))
             group.create_task(self._verifiers.launch(self._config.verifiers.workers))
-        await self._sync.publish(self.flow.label)
+        await self._publish_needed()
         await self._sync.sync_all()
         report = await check_pair(
             self._rollout.ready()[0], self._learner, self._held_out, self._config
@@ -300,9 +302,10 @@ class Pipeline:
 
     async def _restore(self) -> None:
         """Put the flow where it was when the run ended, whatever ended it."""
-        ledger = Ledger.replayed(self._ledger_file.read(), self._ledger_file)
+        history = list(self._ledger_file.read())
+        ledger = Ledger.replayed(history, self._ledger_file)
         ready = await recall(self._store, ledger.ready())
-        self.flow.restore(ledger, ready, lineage=self._directory.next_lineage())
+        self.flow.restore(history, ledger, ready, lineage=self._directory.next_lineage())
         steps = self._directory.checkpoint_steps()
         self._checkpointing.saved_step = max(steps, default=None)
         self._reporter.resumed(self.flow, ready_groups=len(ready))
@@ -311,7 +314,14 @@ class Pipeline:
         """Another learner stands where the one that died stood: a recovery, so a new lineage."""
         self.flow.lineage = self._directory.next_lineage()
         self._reporter.recovered(self.flow)
-        await self._sync.publish(self.flow.label)
+        await self._publish_needed()
+
+    async def _publish_needed(self) -> None:
+        """Publish the newest weights, after those that a schedule still needs."""
+        newest = self.flow.label
+        oldest = self.flow.scheduled_version
+        for version in range(newest.version if oldest is None else oldest, newest.version + 1):
+            await self._sync.publish(WeightLabel(newest.lineage, version))
 
     async def _watch_store(self) -> None:
         """Loop: notice when the store is gone. Ended by RunError or by cancellation."""

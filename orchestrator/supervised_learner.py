@@ -75,13 +75,13 @@ class SupervisedLearner:
         await self._call("a checkpoint", lambda group: group.save(folder, keep=keep, export=export))
 
     async def publish(
-        self, label: str, probe: ProbeRequest | None
+        self, label: str, probe: ProbeRequest | None, version: int
     ) -> tuple[Publication, list[Any]]:
         """See `LearnerGroup.publish`. Raises LearnerReplaced where that has made it pointless."""
         group = self._group
         try:
             with waiting("the learner (its weights)"):
-                return await group.publish(label, probe)
+                return await group.publish(label, probe, version)
         except LearnerDied as error:
             await self._replace(group, error)
             raise LearnerReplaced from error

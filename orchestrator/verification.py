@@ -14,7 +14,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from orchestrator.calls import DeadlineExceeded, root_cause, within
 from orchestrator.errors import RunError
 from orchestrator.fleet import Fleet
-from orchestrator.flow import Flow, Lease
+from orchestrator.flow import Flow
+from orchestrator.leases import Lease
 from orchestrator.signal import Signal
 from orchestrator.store import STORE_TIMEOUT_S, ReadyGroup
 from orchestrator.tasks import Task

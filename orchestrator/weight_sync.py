@@ -7,7 +7,7 @@ a manifest that names them is kept here. Knows neither the queue nor the objecti
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +46,11 @@ class WeightSync:
         learner_dtype: str,
         changed: Signal,
         reporter: Reporter,
+        scheduled: Callable[[], int | None] = lambda: None,
+        kept: int = KEPT_PUBLICATIONS,
     ) -> None:
+        """`scheduled()` is the version that every worker has to serve, which is then loaded only
+        between groups; None for the newest. The last `kept` publications stay alive."""
         self._learner = learner
         self._fleet = fleet
         self._config = config
@@ -54,7 +58,8 @@ class WeightSync:
         self._learner_dtype = learner_dtype
         self._changed = changed
         self._reporter = reporter
-        self._manifests: deque[WeightManifest] = deque(maxlen=KEPT_PUBLICATIONS)
+        self._manifests: deque[WeightManifest] = deque(maxlen=kept)
+        self._scheduled = scheduled
         self._labels: dict[str, WeightLabel] = {}
         self._syncing: set[str] = set()
         self._parity_at_start: float | None = None
@@ -66,6 +71,14 @@ class WeightSync:
     def newest(self) -> WeightManifest | None:
         """Manifest of the newest published weights."""
         return self._manifests[-1] if self._manifests else None
+
+    @property
+    def _target(self) -> WeightManifest | None:
+        """What workers have to serve."""
+        version = self._scheduled()
+        if version is None:
+            return self.newest
+        return next((m for m in reversed(self._manifests) if m.label.version == version), None)
 
     def label(self, worker: Worker) -> WeightLabel | None:
         """Weights that `worker` serves, None before its first sync."""
@@ -79,9 +92,9 @@ class WeightSync:
         info: WorkerInfo = await within(
             actor.start.remote(), self._config.start_timeout_s, "the start of a rollout worker"
         )
-        if self.newest is None:
+        if (target := self._target) is None:
             return info
-        report = await self._load(actor, info.name, self.newest)
+        report = await self._load(actor, info.name, target)
         self._reporter.synced(report)
         if report.parity is not None and not report.parity.passed:
             raise RunError(f"it failed the parity probe: {report.parity}")
@@ -96,11 +109,12 @@ class WeightSync:
 
     def _adopt(self, worker: Worker) -> None:
         """A late worker came up on published weights; a first one still has to load some."""
-        if self.newest is not None:
+        if self._target is not None:
             self._labels[worker.name] = worker.info.label
 
     async def publish(self, label: WeightLabel) -> None:
-        """Gather and publish the learner's current weights under `label`."""
+        """Gather and publish the learner's weights of the version of `label`, its current one or
+        one that it keeps."""
         started = time.monotonic()
         probe = ProbeRequest(
             self._probe_prefixes,
@@ -108,7 +122,7 @@ class WeightSync:
             self._config.sampling.temperature,
         )
         try:
-            publication, refs = await self._learner.publish(str(label), probe)
+            publication, refs = await self._learner.publish(str(label), probe, label.version)
         except LearnerReplaced:
             return  # the new learner's weights are published already
         self._manifests.append(self._manifest(label, publication, refs))
@@ -120,13 +134,13 @@ class WeightSync:
         async with asyncio.TaskGroup() as group:
             while True:
                 for worker in self._fleet.ready():
-                    if self._behind(worker):
+                    if self._behind(worker) and self._may_load(worker):
                         self._syncing.add(worker.name)
                         group.create_task(self._sync(worker), name=f"sync {worker.name}")
                 await self._changed.wait()
 
     async def sync_all(self) -> None:
-        """Return once there are ready workers and all of them serve the newest label."""
+        """Return once there are ready workers and all of them serve what they have to."""
         while not (ready := self._fleet.ready()) or not all(map(self._is_current, ready)):
             await self._changed.wait()
 
@@ -134,14 +148,17 @@ class WeightSync:
         return not self._behind(worker) and worker.name not in self._syncing
 
     def _behind(self, worker: Worker) -> bool:
-        newest = self.newest
-        if newest is None or worker.name in self._syncing:
+        target = self._target
+        if target is None or worker.name in self._syncing:
             return False
         label = self._labels.get(worker.name)
-        return label is None or label < newest.label
+        return label is None or label < target.label
+
+    def _may_load(self, worker: Worker) -> bool:
+        return self._scheduled() is None or not worker.in_flight
 
     async def _sync(self, worker: Worker) -> None:
-        manifest = self.newest
+        manifest = self._target
         assert manifest is not None
         try:
             report = await self._load(worker.actor, worker.name, manifest)

@@ -7,8 +7,9 @@ from typing import Any
 from actors.worker import GroupReceipt
 from learner.batch import GroupEntry, SampleFate, StepResult
 from orchestrator.config import RunConfig
-from orchestrator.flow import Flow, Lease
+from orchestrator.flow import Flow
 from orchestrator.history.transitions import Journal, Transition
+from orchestrator.leases import Lease
 from orchestrator.signal import Signal
 from orchestrator.store import ReadyGroup
 from orchestrator.tasks import Task

@@ -136,9 +136,10 @@ def test_a_resumed_flow_goes_on_as_if_nothing_had_happened() -> None:
     trained(flow, groups)
     kept = complete(flow, under_way[2])
     resumed = make_flow(journal)
-    ledger = Ledger.replayed(list(journal.all), journal)
+    history = journal.all
+    ledger = Ledger.replayed(history, journal)
     assert ledger.ready() == [(2, 0)]
-    resumed.restore(ledger, {(2, 0): kept}, lineage=3)
+    resumed.restore(history, ledger, {(2, 0): kept}, lineage=3)
     assert (resumed.step, resumed.version, resumed.label.lineage) == (1, 1, 3)
     assert resumed.queue_stats().ready_groups == 1
     again, *new = leases(resumed, version=1)
@@ -155,7 +156,8 @@ def test_a_ready_group_whose_content_is_lost_is_generated_once_more() -> None:
     flow = make_flow(journal, supervision={"attempts": 1})
     complete(flow, leases(flow)[0])
     resumed = make_flow(journal, supervision={"attempts": 1})
-    resumed.restore(Ledger.replayed(list(journal.all), journal), {}, lineage=1)
+    history = journal.all
+    resumed.restore(history, Ledger.replayed(history, journal), {}, lineage=1)
     report = resumed.ledger.check()
     assert report.samples.superseded_by_reason == {"resumed": SAMPLES}
     assert report.failed_tasks == 0, "a restart of the run is not the task's failure"
@@ -166,7 +168,7 @@ def test_a_task_that_is_gone_from_the_data_is_named() -> None:
     journal = ListJournal()
     journal.append([Admitted(0, "no-such-task", SAMPLES)])
     with pytest.raises(RunError, match="'no-such-task' was under way"):
-        make_flow().restore(Ledger.replayed(journal.all), {}, lineage=1)
+        make_flow().restore(journal.all, Ledger.replayed(journal.all), {}, lineage=1)
 
 
 def test_segments_of_the_log_are_let_go_once_no_step_would_need_them() -> None:

@@ -38,7 +38,9 @@ class GroupDouble(LearnerGroup):
         await self._answer("step")
         return RESULT
 
-    async def publish(self, label: str, probe: Any = None) -> tuple[Any, list[Any]]:
+    async def publish(
+        self, label: str, probe: Any = None, version: int | None = None
+    ) -> tuple[Any, list[Any]]:
         await self._answer("publish")
         return label, []
 
@@ -74,7 +76,7 @@ class Scene:
 
     async def _publish(self) -> None:
         self.published += 1
-        await self.learner.publish("1.0", None)
+        await self.learner.publish("1.0", None, 0)
 
 
 def test_the_step_that_died_is_done_by_another_group() -> None:
@@ -96,7 +98,7 @@ def test_a_publication_that_died_is_not_made_again_by_the_caller() -> None:
         scene = Scene(GroupDouble("publish"), GroupDouble())
         await scene.learner.start()
         with pytest.raises(LearnerReplaced):
-            await scene.learner.publish("0.3", None)
+            await scene.learner.publish("0.3", None, 3)
         assert scene.groups[1].calls == ["start", "restore", "publish"], "in the new lineage"
 
     asyncio.run(main())

@@ -25,7 +25,9 @@ from orchestrator.workers import LossReason, Worker, WorkerState
 class Learner:
     """Publishes one chunk of nothing under each label."""
 
-    async def publish(self, label: str, probe: ProbeRequest) -> tuple[Publication, list[Any]]:
+    async def publish(
+        self, label: str, probe: ProbeRequest, version: int
+    ) -> tuple[Publication, list[Any]]:
         scores = np.zeros((1, 1), np.float32)
         probe_scores = ProbeScores(scores.astype(np.int32), scores, scores)
         return Publication(label, "float32", (("w",),), (4,), (0,), probe_scores), [None]
