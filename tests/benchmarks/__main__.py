@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.figures import Figures
-from tests.benchmarks.parts import PARTS, run_part
+from tests.benchmarks.parts import LONG, PARTS, run_part
 
 RESULTS = Path("runs/bench")
 
@@ -41,7 +41,7 @@ def main() -> int:
     }
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{started:%Y%m%dT%H%M%SZ}.json"
-    for part in arguments.parts or PARTS:
+    for part in arguments.parts or [part for part in PARTS if part not in LONG]:
         load_before = os.getloadavg()[0]
         figures = run_part(part, arguments.quick)
         console.print(_table(part, figures))

@@ -14,8 +14,12 @@ PARTS = {
     "ledger": "bench_ledger",
     "learner": "bench_learner",
     "objective": "bench_objective",
+    "memory": "bench_memory",
 }
 """Name → module with `run(quick) -> Figures`."""
+
+LONG = ("memory",)
+"""Parts that have to be asked for by name."""
 
 
 def run_part(name: str, quick: bool) -> Figures:
