@@ -58,6 +58,9 @@ class EngineConfig(_Table):
     """Let long prompts be computed over several engine steps."""
     max_batched_tokens: int | None = Field(default=None, ge=1)
     """Tokens per engine step; absent leaves it to vLLM."""
+    one_at_a_time: bool = False
+    """Compute one sample at a time, so that its arithmetic does not depend on what else runs. Slow;
+    a deterministic run sets it."""
     enforce_eager: bool = True
     """Run without compilation, so that no compiler is needed; turn off on GPUs for speed."""
     tensor_parallel_size: int = Field(default=1, ge=1)
@@ -167,7 +170,7 @@ class RolloutConfig(_Table):
     @property
     def max_groups_in_flight(self) -> int:
         """Groups that a worker generates at the same time."""
-        return max(1, self.engine.max_num_seqs // self.samples_per_group)
+        return self.engine.max_num_seqs // self.samples_per_group
 
     def bundles(self) -> list[dict[str, float]]:
         """Ray placement bundles of one worker; the first is the actor's own."""

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +108,7 @@ class Engine:
         self._free_sequences = config.max_num_seqs
         self._changed = asyncio.Condition()
         self._in_flight: set[str] = set()
+        self._alone = asyncio.Lock()
         self._probe_slots = asyncio.Semaphore(_PROBE_SLOTS)
         self._request_ids = itertools.count()
 
@@ -174,6 +176,22 @@ class Engine:
         With `seed`, sample i draws from seed + i, whatever else runs. Raises ValueError for a
         prompt that leaves no room for a response, EngineError when the engine cannot serve.
         """
+        draw = partial(self._generate, prompt_ids, max_tokens=max_tokens, temperature=temperature)
+        if not self._config.one_at_a_time:
+            return await draw(n, seed)
+        async with self._alone:
+            parts = [await draw(1, None if seed is None else seed + i) for i in range(n)]
+        return Generation(parts[0].label, [part.completions[0] for part in parts])
+
+    async def _generate(
+        self,
+        prompt_ids: Sequence[int],
+        n: int,
+        seed: int | None,
+        *,
+        max_tokens: int | None,
+        temperature: float | None,
+    ) -> Generation:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -138,7 +138,7 @@ def _scheduled(config: _Config) -> _Config:
     """With what a deterministic run needs: groups in admission order; and engines whose arithmetic
     depends on the sample alone, not on what else they compute at the same time or have cached."""
     engine = config.rollout.engine.model_copy(
-        update={"max_num_seqs": 1, "enable_prefix_caching": False, "chunked_prefill": False}
+        update={"one_at_a_time": True, "enable_prefix_caching": False, "chunked_prefill": False}
     )
     return config.model_copy(
         update={
