@@ -1,13 +1,12 @@
 """The objective's evaluation on a CPU in float32: loops over tokens, compiled by numba.
 
 What the objective is says the torch code of `learner.objective`; this is a faster way to the same
-numbers where it applies, and `tests/unit/learner/test_fused.py` holds both together. torch takes
-the differences and their `exp` (it has vectorised ones), part by part into buffers that stay in a
-processor's cache; the loops do the rest. Single-threaded, in a fixed order: bitwise reproducible.
+numbers where it applies, and `tests/unit/learner/test_fused.py` holds both together. The batch is
+taken in parts that stay in a processor's cache; one thread, a fixed order: bitwise reproducible.
+numba is imported with the first batch that the loops can take.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,7 @@ from learner.ratio import clip_bounds, rounding_slack
 from learner.token_batch import TokenBatch, TokenFate
 
 if TYPE_CHECKING:
-    from learner import fused_loops as loops
+    from learner import fused_types as types
 
 _PART_TOKENS = 1 << 15
 _CLIPPED = ("clip_low_tokens", "clip_high_tokens", "clip_dual_tokens")
@@ -89,13 +88,13 @@ def contiguous_samples(
     size = len(logprobs)
     if not size or logprobs.device.type != "cpu" or logprobs.dtype == torch.float64 or terms:
         return None
-    from learner import fused_loops as loops
+    from learner.fused_loops import find_samples
 
     starts = np.empty(min(batch.num_samples, size) + 1, np.int64)
     lengths = np.empty(len(starts) - 1, np.int64)
     index = batch.sample_index.to(torch.int64).contiguous().numpy()
     mask = batch.mask.contiguous().numpy()
-    count = loops.find_samples(index, mask, batch.num_samples, starts, lengths)
+    count = find_samples(index, mask, batch.num_samples, starts, lengths)
     return None if count < 0 else Samples(starts[: count + 1], lengths[:count])
 
 
@@ -109,50 +108,51 @@ def evaluate_fused(
     diagnostics: bool,
 ) -> Fused:
     """See `learner.objective.evaluate`; the loss is not yet among the sums."""
-    from learner import fused_loops as loops
+    from learner import fused_loops, fused_sums
+    from learner import fused_types as types
 
     size = len(logprobs)
-    fates, gradient = torch.empty(size, dtype=torch.uint8), torch.empty(size)
+    gradient, fates = np.empty(size, np.float32), np.empty(size, np.uint8)
     sums, maxima = np.zeros(sum(SUMS.values())), np.zeros(sum(MAXIMA.values()))
     found = _found(sums, maxima)
-    scales = loops.Scales(np.array(LAG_ORIGINS), np.array(SIZE_EDGES), FIRST_BIN)
-    rules, keep = _rules(config, batch, scale), _keep(config)
-    whole = _columns(logprobs, batch)
-    parts = list(_parts(samples))
-    buffers = torch.zeros(len(loops.Work._fields), max(high - low for _, _, low, high in parts))
+    scales = types.Scales(np.array(LAG_ORIGINS), np.array(SIZE_EDGES), FIRST_BIN)
+    rules, keep = _rules(config, batch, scale, diagnostics), _keep(config)
+    whole = _tokens(logprobs, batch)
+    parts = _parts(samples)
+    buffers = np.empty(
+        (len(types.Work._fields), max(high - low for _, _, low, high in parts)), np.float32
+    )
     value = 0.0
     for first, last, low, high in parts:
-        part = {
-            name: None if column is None else column[low:high] for name, column in whole.items()
-        }
-        value += loops.evaluate(
-            rules,
-            keep,
-            scales,
-            _tokens(part),
-            _work(config, rules, part, buffers[:, : high - low]),
-            samples.starts[first : last + 1] - low,
-            samples.lengths[first:last],
-            diagnostics,
-            gradient.numpy()[low:high],
-            fates.numpy()[low:high],
-            found,
+        starts, lengths = samples.starts[first : last + 1] - low, samples.lengths[first:last]
+        tokens = types.Tokens(*(column[low:high] for column in whole))
+        work = _work(rules, types.Work(*buffers[:, : high - low]))
+        some = fates[low:high]
+        value += fused_loops.evaluate(
+            rules, keep, tokens, starts, lengths, work, gradient[low:high], some
         )
-    _name_sums(config, batch, samples, found, diagnostics, sums, maxima)
-    return Fused(value, gradient, fates, Metrics(torch.from_numpy(sums), torch.from_numpy(maxima)))
+        fused_sums.add_counts(some, found)
+        if diagnostics:
+            fused_sums.add(rules, scales, tokens, starts, lengths, work, some, found)
+    _name_sums(batch, samples, found, diagnostics, sums, maxima)
+    metrics = Metrics(torch.from_numpy(sums), torch.from_numpy(maxima))
+    return Fused(value, torch.from_numpy(gradient), torch.from_numpy(fates), metrics)
 
 
-def _parts(samples: Samples) -> Iterator[tuple[int, int, int, int]]:
+def _parts(samples: Samples) -> list[tuple[int, int, int, int]]:
     """Whole samples that fit a processor's cache: first and last of them, and of their tokens."""
     starts = samples.starts
     wanted = np.arange(_PART_TOKENS, int(starts[-1]), _PART_TOKENS)
     bounds = np.unique([0, *np.searchsorted(starts, wanted), len(starts) - 1]).tolist()
-    for first, last in pairwise(bounds):
-        yield first, last, int(starts[first]), int(starts[last])
+    return [
+        (first, last, int(starts[first]), int(starts[last])) for first, last in pairwise(bounds)
+    ]
 
 
-def _rules(config: ObjectiveConfig, batch: TokenBatch, scale: float) -> "loops.Rules":
-    from learner import fused_loops as loops
+def _rules(
+    config: ObjectiveConfig, batch: TokenBatch, scale: float, everything: bool
+) -> "types.Rules":
+    from learner import fused_types as types
 
     slack = rounding_slack(torch.float32)
     clip, correction = config.clip, config.correction
@@ -161,15 +161,21 @@ def _rules(config: ObjectiveConfig, batch: TokenBatch, scale: float) -> "loops.R
     (low, low_ratio), (high, high_ratio) = (
         zip(*(_with_ratio(side[end]) for side in bounds), strict=True) for end in (0, 1)
     )
-    largest = torch.tensor(LARGEST_LOG)
+    largest_log, largest = _with_ratio(LARGEST_LOG)
     log_cap, cap = _with_ratio(log_cap)
     weight = correction.weight
-    return loops.Rules(
+    by_mean = config.ratio.unit != "token"
+    to_behavior = config.ratio.anchor == "behavior" or batch.old_logprobs is None
+    return types.Rules(
+        everything=everything,
         max_lag=2**62 if config.max_staleness is None else config.max_staleness,
         per_sequence=config.per_sequence,
         of_sample=config.per_sequence or correction.veto is not None,
-        by_mean=config.ratio.unit != "token",
+        rejecting=correction.veto is not None or bool(correction.keep),
+        by_mean=by_mean,
         pure=config.ratio.unit == "sequence_pure" and clip.kind != "cispo",
+        to_behavior=to_behavior,
+        own_ratio=by_mean or to_behavior,
         cispo=clip.kind == "cispo",
         unclipped=clip.kind == "none",
         low=low,
@@ -184,9 +190,8 @@ def _rules(config: ObjectiveConfig, batch: TokenBatch, scale: float) -> "loops.R
             -math.inf if correction.veto is None else math.log(correction.veto) - slack
         ),
         by_length=config.aggregation.kind == "sequence_mean",
-        largest_log=np.float32(LARGEST_LOG),
-        largest=largest.exp().numpy()[()],
-        largest_excess=largest.expm1().numpy()[()],
+        largest_log=largest_log,
+        largest=largest,
         scale=np.float32(scale),
     )
 
@@ -197,86 +202,50 @@ def _with_ratio(bound: float) -> tuple[np.float32, np.float32]:
     return value.numpy()[()], value.exp().numpy()[()]
 
 
-def _keep(config: ObjectiveConfig) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _keep(config: ObjectiveConfig) -> "types.Keep":
+    from learner import fused_types as types
+
     intervals = config.correction.keep
     bounds = [keep_bounds(interval, rounding_slack(torch.float32)) for interval in intervals]
     statistics = [_STATISTICS.index(interval.statistic) for interval in intervals]
     limits = np.array(bounds, np.float32).reshape(-1, 2)
-    return np.array(statistics, np.int64), limits[:, 0].copy(), limits[:, 1].copy()
+    return types.Keep(np.array(statistics, np.int64), limits[:, 0].copy(), limits[:, 1].copy())
 
 
-def _columns(logprobs: Tensor, batch: TokenBatch) -> dict[str, Tensor | None]:
-    """What the loops read of each token, by name, contiguous and of their types."""
+def _tokens(logprobs: Tensor, batch: TokenBatch) -> "types.Tokens":
+    """What the loops read of each token, contiguous and of their types."""
+    from learner import fused_types as types
+
     columns: dict[str, tuple[Tensor | None, torch.dtype]] = {
+        "mask": (batch.mask, torch.bool),
         "current": (logprobs, torch.float32),
         "behavior": (batch.behavior_logprobs, torch.float32),
         "old": (batch.old_logprobs, torch.float32),
-        "mask": (batch.mask, torch.bool),
         "advantages": (batch.advantages, torch.float32),
         "lag": (batch.version_lag, torch.int64),
         "crossed": (batch.crossed, torch.bool),
         "position": (batch.position, torch.int64),
         "entropy": (batch.entropy, torch.float32),
     }
-    return {
-        name: None if column is None else column.detach().to(dtype).contiguous()
+    arrays = {
+        name: (torch.empty(0) if column is None else column.detach()).to(dtype).contiguous().numpy()
         for name, (column, dtype) in columns.items()
     }
+    return types.Tokens(**arrays)
 
 
-_NOTHING = {
-    "old": np.empty(0, np.float32),
-    "lag": np.empty(0, np.int64),
-    "crossed": np.empty(0, np.bool_),
-    "position": np.empty(0, np.int64),
-    "entropy": np.empty(0, np.float32),
-}
+def _work(rules: "types.Rules", work: "types.Work") -> "types.Work":
+    """One array for what is the same thing under these rules."""
+    if not rules.own_ratio:
+        work = work._replace(ratio=work.movement, ratio_exp=work.movement_exp)
+    if rules.weight <= 0:
+        work = work._replace(log_weight=work.mismatch, weight_exp=work.mismatch_exp)
+    return work
 
 
-def _tokens(part: dict[str, Tensor | None]) -> "loops.Tokens":
-    from learner import fused_loops as loops
-
-    columns = {name: part[name] for name in loops.Tokens._fields}
-    return loops.Tokens(
-        *(_NOTHING[name] if c is None else c.numpy() for name, c in columns.items())
-    )
-
-
-def _work(
-    config: ObjectiveConfig, rules: "loops.Rules", part: dict[str, Tensor | None], buffers: Tensor
-) -> "loops.Work":
-    """The log-ratios of a part and their `exp`. What was masked may be anything."""
-    from learner import fused_loops as loops
-
-    into = loops.Work(*buffers)
-    current, behavior, old = part["current"], part["behavior"], part["old"]
-    assert current is not None and behavior is not None
-    movement = mismatch = None
-    ratio, weight, weight_exp = into.ratio, into.mismatch, into.weight_exp
-    if old is not None:
-        movement = torch.sub(current, old, out=into.movement)
-        mismatch = torch.sub(old, behavior, out=into.mismatch)
-        torch.expm1(movement, out=into.movement_excess)
-        torch.expm1(mismatch, out=into.mismatch_excess)
-    if config.ratio.anchor == "behavior" or movement is None:
-        torch.sub(current, behavior, out=ratio)
-    elif rules.by_mean:
-        ratio.copy_(movement)
-    else:
-        ratio = movement
-    if not rules.by_mean:
-        torch.exp(ratio, out=into.ratio_exp)
-    if rules.weight == loops.TOKEN:
-        torch.exp(weight, out=weight_exp)
-    elif rules.weight > loops.TOKEN:
-        weight = into.weight
-    work = into._replace(ratio=ratio, weight=weight)
-    return loops.Work(*(values.numpy() for values in work))
-
-
-def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "loops.Found":
+def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "types.Found":
     """What is laid out in `sums` and `maxima` as the loops find it, and the rest apart."""
-    from learner import fused_loops as loops
+    from learner import fused_types as types
 
     origins, parts = len(ORIGINS), len(PARTS)
 
@@ -285,11 +254,11 @@ def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "loops.Fou
         return sums[start : start + math.prod(shape)].reshape(shape)
 
     start = MAXIMUM_STARTS["movement/abs/0"]
-    return loops.Found(
+    return types.Found(
         by_fate=np.zeros(len(TokenFate)),
-        trained=np.zeros(loops.TRAINED_SUMS),
+        trained=np.zeros(types.ENTROPY + 1),
         clipped=np.zeros(3),
-        mass=np.zeros(loops.MASSES),
+        mass=np.zeros(types.BY_CLIP + 3),
         origin_fates=within("origin_fates", origins, len(FATE_CODES)),
         old_slope=within("old_slope", SUMS["old_slope"]),
         moments=within("movement/moments/0", parts, origins, len(MOMENTS)),
@@ -303,16 +272,15 @@ def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "loops.Fou
 
 
 def _name_sums(
-    config: ObjectiveConfig,
     batch: TokenBatch,
     samples: Samples,
-    found: "loops.Found",
+    found: "types.Found",
     diagnostics: bool,
     sums: NDArray[np.float64],
     maxima: NDArray[np.float64],
 ) -> None:
     """Put the rest of what was found in its places."""
-    from learner import fused_loops as loops
+    from learner import fused_types as types
 
     by_fate, trained, mass = found.by_fate, found.trained, found.mass
     names: dict[str, Any] = {
@@ -326,19 +294,19 @@ def _name_sums(
         live = samples.tokens - by_fate[TokenFate.STALE]
         names |= {
             "measured_tokens": samples.tokens,
-            "zero_advantage_tokens": trained[loops.ZERO_ADVANTAGE],
-            "covariance": trained[: loops.WEIGHT],
-            "weight": trained[loops.WEIGHT],
-            "mass": mass[: loops.BY_CLIP].sum(),
-            "mass_removed": [*mass[loops.BY_STALE :], 0.0],
+            "zero_advantage_tokens": trained[types.ZERO_ADVANTAGE],
+            "covariance": trained[: types.WEIGHT],
+            "weight": trained[types.WEIGHT],
+            "mass": mass[: types.BY_CLIP].sum(),
+            "mass_removed": [*mass[types.BY_STALE :], 0.0],
             "cap_tokens": found.origin_fates[:, FATE_CODES.index("cap")].sum(),
         }
         names |= dict(zip(_CLIPPED, found.clipped, strict=True))
         if batch.entropy is not None:
-            names |= {"entropy": trained[loops.ENTROPY], "entropy_tokens": live}
+            names |= {"entropy": trained[types.ENTROPY], "entropy_tokens": live}
         if batch.version_lag is not None:
-            names |= {"lag": trained[loops.LAG], "lag_tokens": by_fate[TokenFate.TRAINED]}
-            maxima[MAXIMUM_STARTS["lag"]] = trained[loops.LARGEST_LAG]
+            names |= {"lag": trained[types.LAG], "lag_tokens": by_fate[TokenFate.TRAINED]}
+            maxima[MAXIMUM_STARTS["lag"]] = trained[types.LARGEST_LAG]
         if batch.old_logprobs is not None:
             live_codes = np.delete(found.origin_fates, FATE_CODES.index("stale"), axis=1).sum(1)
             for part in PARTS:
