@@ -73,7 +73,7 @@ def evaluate(rules, keep, tokens, starts, lengths, work, gradient, fates):
         _exp(work.ratio, work.ratio_exp)
     if rules.of_sample or rules.rejecting:
         _judge(rules, keep, starts, lengths, work, fates)
-    _advantages(tokens, fates, work.advantage)
+    _advantages(tokens.advantages, fates, work.advantage)
     _weights(rules, work.log_weight, work.weight_exp, work.weight)
     _shares(rules, starts, lengths, work.share)
     _values(rules, work)
@@ -106,7 +106,8 @@ def _mask_stale(rules, tokens, starts, fates):
 @compiled
 def _difference(left, right, fates, out):
     for t in range(len(out)):
-        out[t] = left[t] - right[t] if fates[t] == TRAINED else ZERO
+        difference = left[t] - right[t]
+        out[t] = difference if fates[t] == TRAINED else ZERO
 
 
 @compiled
@@ -185,9 +186,10 @@ def _kept(value, low, high, fate):
 
 
 @compiled
-def _advantages(tokens, fates, out):
+def _advantages(advantages, fates, out):
     for t in range(len(out)):
-        out[t] = tokens.advantages[t] if fates[t] == TRAINED else ZERO
+        own = advantages[t]
+        out[t] = own if fates[t] == TRAINED else ZERO
 
 
 @compiled
@@ -196,7 +198,8 @@ def _weights(rules, log_weight, weight_exp, out):
         out[:] = ONE
         return
     for t in range(len(out)):
-        out[t] = rules.cap if log_weight[t] > rules.log_cap else weight_exp[t]
+        weight = weight_exp[t]
+        out[t] = rules.cap if log_weight[t] > rules.log_cap else weight
 
 
 @compiled
@@ -221,13 +224,15 @@ def _values(rules, work):
             out[t] = ZERO if advantage[t] == 0 else ratio_exp[t] * factor
         return
     for t in range(len(out)):
-        side = advantage[t] < 0
-        lowest, highest = low[1] if side else low[0], high[1] if side else high[0]
-        r = ratio_exp[t]
-        r = (low_ratio[1] if side else low_ratio[0]) if ratio[t] < lowest else r
-        r = (high_ratio[1] if side else high_ratio[0]) if ratio[t] > highest else r
-        factor = ZERO if advantage[t] == 0 else advantage[t] * weight[t] * share[t]
-        out[t] = r * factor
+        own, u, r, w, a = advantage[t], ratio[t], ratio_exp[t], weight[t], share[t]
+        negative = own < 0
+        lowest, highest = low[1] if negative else low[0], high[1] if negative else high[0]
+        at_lowest = low_ratio[1] if negative else low_ratio[0]
+        at_highest = high_ratio[1] if negative else high_ratio[0]
+        r = at_lowest if u < lowest else r
+        r = at_highest if u > highest else r
+        factor = own * w * a
+        out[t] = r * (ZERO if own == 0 else factor)
 
 
 @compiled
@@ -240,10 +245,9 @@ def _slopes(rules, work, gradient):
             gradient[t] = value[t] * scale
         return
     for t in range(len(gradient)):
-        side = advantage[t] < 0
-        lowest, highest = low[1] if side else low[0], high[1] if side else high[0]
-        inside = (ratio[t] >= lowest) & (ratio[t] <= highest)
-        gradient[t] = value[t] * scale if inside else ZERO
+        u, slope, negative = ratio[t], value[t] * scale, advantage[t] < 0
+        lowest, highest = low[1] if negative else low[0], high[1] if negative else high[0]
+        gradient[t] = slope if (u >= lowest) & (u <= highest) else ZERO
 
 
 @compiled
@@ -262,9 +266,10 @@ def _total(rules, tokens, work, fates):
     total = 0.0
     if not rules.cispo:
         for t in range(len(fates)):
-            total += work.value[t]
+            total += np.float64(work.value[t])
         return total
     for t in range(len(fates)):
         live = (fates[t] != OUTSIDE) & (fates[t] != STALE)
-        total += work.value[t] * tokens.current[t] if live else ZERO
+        own = work.value[t] * tokens.current[t]
+        total += np.float64(own if live else ZERO)
     return total

@@ -47,14 +47,16 @@ def add_counts(fates, found):
 def add(rules, scales, tokens, starts, lengths, work, fates, found):
     """Everything else."""
     _add_trained(tokens, work, fates, found.trained)
-    size = np.float64(0)
     for t in range(0, len(fates), FEW):
-        size += _size(work, t, min(t + FEW, len(fates)))
-    found.mass[LEFT] += size
-    _add_clipped(rules, work, found.clipped, found.mass)
+        few = slice(t, min(t + FEW, len(fates)))
+        advantages, weights = work.advantage[few], work.weight[few]
+        found.mass[LEFT] += _size(advantages, weights)
+        _add_clipped(rules, work.ratio[few], advantages, weights, found.clipped, found.mass)
     capped = rules.weight >= 0 and _any_above(work.log_weight, rules.capped_above)
     if capped or _count(fates, 0, len(fates), OUTSIDE, TRAINED) < len(fates):
         _add_lost(rules, tokens, work, fates, found.mass)
+    if len(tokens.old):
+        _add_old_slope(tokens.old, work.mismatch, fates, found.old_slope)
     _by_origin(rules, scales, tokens, work, fates, capped, found)
     _by_size(scales, tokens, starts, lengths, fates, found)
 
@@ -77,63 +79,83 @@ def _any_above(values, bound):
 
 
 @summing
-def _size(work, begin, end):
+def _size(advantages, weights):
     """Σ|wA| of the trained."""
     size = ZERO
-    for t in range(begin, end):
-        size += abs(work.advantage[t]) * work.weight[t]
+    for t in range(len(weights)):
+        size += abs(advantages[t]) * weights[t]
     return size
 
 
 @summing
 def _add_trained(tokens, work, fates, trained):
-    current, advantage, product, weight = 0.0, 0.0, 0.0, 0.0
+    current, advantages, weights = tokens.current, work.advantage, work.weight
+    c_sum, a_sum, products, w_sum = 0.0, 0.0, 0.0, 0.0
     for t in range(len(fates)):
-        c = np.float64(tokens.current[t] if fates[t] == TRAINED else ZERO)
-        a = np.float64(work.advantage[t])
-        current += c
-        advantage += a
-        product += c * a
-        weight += work.weight[t] if fates[t] == TRAINED else ZERO
-    trained[CURRENT] += current
-    trained[ADVANTAGE] += advantage
-    trained[PRODUCTS] += product
-    trained[WEIGHT] += weight
+        kept, own, weight = fates[t] == TRAINED, current[t], weights[t]
+        c, a = np.float64(own if kept else ZERO), np.float64(advantages[t])
+        c_sum += c
+        a_sum += a
+        products += c * a
+        w_sum += np.float64(weight if kept else ZERO)
+    trained[CURRENT] += c_sum
+    trained[ADVANTAGE] += a_sum
+    trained[PRODUCTS] += products
+    trained[WEIGHT] += w_sum
     zeros = 0
     for t in range(len(fates)):
         zeros += (fates[t] != OUTSIDE) & (tokens.advantages[t] == 0)
     trained[ZERO_ADVANTAGE] += zeros
     if len(tokens.lag):
-        lag, largest = 0, 0
-        for t in range(len(fates)):
-            own = tokens.lag[t] if fates[t] == TRAINED else 0
-            lag += own
-            largest = max(largest, own)
-        trained[LAG] += lag
-        trained[LARGEST_LAG] = max(trained[LARGEST_LAG], np.float64(largest))
+        _add_lags(tokens.lag, fates, trained)
     if len(tokens.entropy):
-        entropy = 0.0
+        entropies, entropy = tokens.entropy, 0.0
         for t in range(len(fates)):
-            live = (fates[t] != OUTSIDE) & (fates[t] != STALE)
-            entropy += tokens.entropy[t] if live else ZERO
+            own, live = entropies[t], (fates[t] != OUTSIDE) & (fates[t] != STALE)
+            entropy += np.float64(own if live else ZERO)
         trained[ENTROPY] += entropy
 
 
-@compiled
-def _add_clipped(rules, work, clipped, mass):
-    for t in range(len(work.ratio)):
-        side = 1 if work.advantage[t] < 0 else 0
-        log_ratio = work.ratio[t]
-        if log_ratio >= rules.low[side] and log_ratio <= rules.high[side]:
-            continue
-        if work.advantage[t] == 0:
-            continue
-        by = 0
-        if log_ratio > rules.high[side]:
-            by = 2 if side == 1 and not rules.cispo else 1
-        clipped[by] += 1
-        if not rules.cispo:
-            mass[BY_CLIP + by] += abs(work.advantage[t]) * work.weight[t]
+@summing
+def _add_lags(lags, fates, trained):
+    total, largest = 0, 0
+    for t in range(len(fates)):
+        own = lags[t] * (fates[t] == TRAINED)
+        total += own
+        largest = max(largest, own)
+    trained[LAG] += total
+    trained[LARGEST_LAG] = max(trained[LARGEST_LAG], np.float64(largest))
+
+
+@summing
+def _add_clipped(rules, ratios, advantages, weights, clipped, mass):
+    low, high = rules.low, rules.high
+    below, above, dual = 0, 0, 0
+    below_size, above_size, dual_size = ZERO, ZERO, ZERO
+    for t in range(len(ratios)):
+        u, advantage, weight = ratios[t], advantages[t], weights[t]
+        negative = advantage < 0
+        lowest, highest = low[1] if negative else low[0], high[1] if negative else high[0]
+        over = u > highest
+        flat = (advantage != 0) & (over | (not u >= lowest))
+        size = abs(advantage) * weight
+        of_low, of_dual = flat & (not over), flat & over & negative
+        of_high = flat & over & (not negative)
+        below += np.int32(of_low)
+        above += np.int32(of_high)
+        dual += np.int32(of_dual)
+        below_size += size if of_low else ZERO
+        above_size += size if of_high else ZERO
+        dual_size += size if of_dual else ZERO
+    clipped[0] += below
+    if rules.cispo:
+        clipped[1] += above + dual
+        return
+    clipped[1] += above
+    clipped[2] += dual
+    mass[BY_CLIP] += below_size
+    mass[BY_CLIP + 1] += above_size
+    mass[BY_CLIP + 2] += dual_size
 
 
 @compiled
@@ -192,7 +214,6 @@ def _by_origin(rules, scales, tokens, work, fates, capped, found):
                 bins[0] -= outside
                 largest = _largest(values[begin:end].view(np.int32))
                 found.largest[part, origin] = max(found.largest[part, origin], largest)
-            _add_old_slope(tokens, work, fates, begin, end, found.old_slope)
 
 
 @compiled
@@ -210,18 +231,19 @@ def _add_moments(rules, values, exps, moments):
     """See MOMENTS. exp(d) - 1 - d is a series where d is small, so that it keeps its digits."""
     log, magnitude, excess, excess_sq, k3 = ZERO, ZERO, ZERO, ZERO, ZERO
     for t in range(len(values)):
-        d = min(values[t], rules.largest_log)
+        value, large = values[t], exps[t]
+        d = rules.largest_log if value > rules.largest_log else value
+        large = rules.largest if value > rules.largest_log else large
         series = np.float32(1 / 5040) + d * np.float32(1 / 40320)
         series = np.float32(1 / 720) + d * series
         series = np.float32(1 / 120) + d * series
         series = np.float32(1 / 24) + d * series
         series = np.float32(1 / 6) + d * series
         series = d * d * (np.float32(1 / 2) + d * series)
-        large = rules.largest if values[t] > rules.largest_log else exps[t]
         rest = series if abs(d) < np.float32(0.5) else large - ONE - d
         more = d + rest
-        log += values[t]
-        magnitude += abs(values[t])
+        log += value
+        magnitude += abs(value)
         excess += more
         excess_sq += more * more
         k3 += rest
@@ -255,16 +277,16 @@ def _largest(bits):
 
 
 @summing
-def _add_old_slope(tokens, work, fates, begin, end, slope):
-    p, p_sq, cross, d_sq = 0.0, 0.0, 0.0, 0.0
-    for t in range(begin, end):
-        live = (fates[t] != OUTSIDE) & (fates[t] != STALE)
-        old, d = np.float64(tokens.old[t] if live else ZERO), np.float64(work.mismatch[t])
-        p += old
-        p_sq += old * old
-        cross += old * d
+def _add_old_slope(old, mismatch, fates, slope):
+    p_sum, p_sq, cross, d_sq = 0.0, 0.0, 0.0, 0.0
+    for t in range(len(fates)):
+        own, live = old[t], (fates[t] != OUTSIDE) & (fates[t] != STALE)
+        p, d = np.float64(own if live else ZERO), np.float64(mismatch[t])
+        p_sum += p
+        p_sq += p * p
+        cross += p * d
         d_sq += d * d
-    slope[0] += p
+    slope[0] += p_sum
     slope[1] += p_sq
     slope[2] += cross
     slope[3] += d_sq
