@@ -182,7 +182,7 @@ def _of_sample(rules, begin, end, length, work, fates):
 def _kept(value, low, high, fate):
     """The fate after an interval; below comes before above."""
     fate = KEEP_HIGH if value > high and fate == TRAINED else fate
-    return KEEP_LOW if value < low and (fate == TRAINED or fate == KEEP_HIGH) else fate
+    return KEEP_LOW if value < low and fate in (TRAINED, KEEP_HIGH) else fate
 
 
 @compiled
