@@ -3,7 +3,7 @@
 What the objective is says the torch code of `learner.objective`; this is a faster way to the same
 numbers where it applies, and `tests/unit/learner/test_fused.py` holds both together. The batch is
 taken in parts that stay in a processor's cache; one thread, a fixed order: bitwise reproducible.
-numba is imported with the first batch that the loops can take.
+numba is imported with the first batch that the loops take.
 """
 
 import math
@@ -42,6 +42,7 @@ from learner.token_batch import TokenBatch, TokenFate
 if TYPE_CHECKING:
     from learner import fused_types as types
 
+_LEAST_TOKENS = 1 << 14
 _PART_TOKENS = 1 << 15
 _CLIPPED = ("clip_low_tokens", "clip_high_tokens", "clip_dual_tokens")
 _STATISTICS = ("token", "product", "geometric")
@@ -73,6 +74,12 @@ class Fused:
     gradient: Tensor
     fates: Tensor
     metrics: Metrics
+
+
+def worthwhile(logprobs: Tensor) -> bool:
+    """Whether there are enough tokens to spend a second on numba, and half a minute where nothing
+    is compiled yet. Depends on nothing but the batch, so that a resumed run takes the same way."""
+    return len(logprobs) >= _LEAST_TOKENS
 
 
 def contiguous_samples(
@@ -125,7 +132,7 @@ def evaluate_fused(
     value = 0.0
     for first, last, low, high in parts:
         starts, lengths = samples.starts[first : last + 1] - low, samples.lengths[first:last]
-        tokens = types.Tokens(*(column[low:high] for column in whole))
+        tokens = types.Tokens._make(column[low:high] for column in whole)
         work = _work(rules, types.Work(*buffers[:, : high - low]))
         some = fates[low:high]
         value += fused_loops.evaluate(
@@ -157,12 +164,12 @@ def _rules(
     slack = rounding_slack(torch.float32)
     clip, correction = config.clip, config.correction
     bounds = clip_bounds(clip, slack)
-    log_cap = math.inf if correction.cap is None else math.log(correction.cap)
+    cap_bound = math.inf if correction.cap is None else math.log(correction.cap)
     (low, low_ratio), (high, high_ratio) = (
         zip(*(_with_ratio(side[end]) for side in bounds), strict=True) for end in (0, 1)
     )
     largest_log, largest = _with_ratio(LARGEST_LOG)
-    log_cap, cap = _with_ratio(log_cap)
+    log_cap, cap = _with_ratio(cap_bound)
     weight = correction.weight
     by_mean = config.ratio.unit != "token"
     to_behavior = config.ratio.anchor == "behavior" or batch.old_logprobs is None
@@ -185,7 +192,7 @@ def _rules(
         weight=_STATISTICS.index(weight) if weight != "none" else -1,
         log_cap=log_cap,
         cap=cap,
-        capped_above=np.float32(log_cap + slack),
+        capped_above=np.float32(cap_bound + slack),
         veto=np.float32(
             -math.inf if correction.veto is None else math.log(correction.veto) - slack
         ),
@@ -199,7 +206,7 @@ def _rules(
 def _with_ratio(bound: float) -> tuple[np.float32, np.float32]:
     """A bound in log space and its `exp`, as torch would have them."""
     value = torch.tensor(bound, dtype=torch.float32)
-    return value.numpy()[()], value.exp().numpy()[()]
+    return np.float32(value.item()), np.float32(value.exp().item())
 
 
 def _keep(config: ObjectiveConfig) -> "types.Keep":

@@ -4,7 +4,7 @@ As `learner.diagnostics` defines it, over the arrays that `learner.fused_loops` 
 are float64, or float32 over a few hundred tokens at a time.
 """
 
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment"
 
 import numpy as np
 

@@ -11,8 +11,10 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-Bools, Ints = NDArray[np.bool_], NDArray[np.int64]
-Floats, Sums = NDArray[np.float32], NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float32]
+Sums = NDArray[np.float64]
 Sides = tuple[np.float32, np.float32]
 """Of a token with A >= 0, and of one with A < 0."""
 
@@ -137,9 +139,9 @@ def compiled(function: Callable[..., Any], *also: str) -> Callable[..., Any]:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     options["fastmath"] = {"contract", *also}
     try:
-        return numba.njit(cache=True, **options)(function)  # type: ignore[no-any-return]
+        return numba.njit(cache=True, **options)(function)
     except RuntimeError:
-        return numba.njit(**options)(function)  # type: ignore[no-any-return]
+        return numba.njit(**options)(function)
 
 
 def summing(function: Callable[..., Any]) -> Callable[..., Any]:

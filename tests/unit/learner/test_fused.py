@@ -1,5 +1,7 @@
 """The compiled loops against the definition in torch, over whatever a config and a batch may be."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -258,7 +260,17 @@ def test_a_non_finite_log_probability_inside_the_mask_is_not_hidden(correction):
     logprobs, batch = long_batch(3_000)
     logprobs[batch.mask.nonzero()[0]] = NAN
     config = preset("grpo", {"correction": correction})
-    assert evaluate(config, logprobs, batch).loss.isnan()
+    assert evaluate(config, logprobs, batch, compiled=True).loss.isnan()
+
+
+def test_few_tokens_are_left_to_torch_without_importing_numba():
+    code = (
+        "import sys, torch; from learner.objective import TokenBatch, evaluate, preset\n"
+        "one = torch.zeros(9); index = torch.arange(9)\n"
+        "evaluate(preset('grpo'), one, TokenBatch(index, index >= 0, one, one, one, 9))\n"
+        "assert 'numba' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_loops_know_the_codes_of_fates():
