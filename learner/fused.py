@@ -2,11 +2,12 @@
 
 What the objective is says the torch code of `learner.objective`; this is a faster way to the same
 numbers where it applies, and `tests/unit/learner/test_fused.py` holds both together. The batch is
-taken in parts that stay in a processor's cache; one thread, a fixed order: bitwise reproducible.
-numba is imported with the first batch that the loops take.
+taken in parts that stay in a processor's cache, by as many threads as torch has, and what they find
+is summed in order: bitwise reproducible. numba is imported with the first batch that the loops take.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 
 _LEAST_TOKENS = 1 << 14
 _PART_TOKENS = 1 << 15
+# Buffers of a part: see Work. Beside the sums: by fate, of the trained, clips, gradient mass.
+_BUFFERS = 12
+_BESIDES = (len(TokenFate), 7, 3, 8)
+_BESIDE = sum(_BESIDES)
 _CLIPPED = ("clip_low_tokens", "clip_high_tokens", "clip_dual_tokens")
 _STATISTICS = ("token", "product", "geometric")
 
@@ -115,35 +120,63 @@ def evaluate_fused(
     diagnostics: bool,
 ) -> Fused:
     """See `learner.objective.evaluate`; the loss is not yet among the sums."""
+    size = len(logprobs)
+    gradient, fates = np.empty(size, np.float32), np.empty(size, np.uint8)
+    parts = _parts(samples)
+    values = np.zeros(len(parts))
+    sums = np.zeros((len(parts), sum(SUMS.values()) + _BESIDE))
+    maxima = np.zeros((len(parts), sum(MAXIMA.values())))
+    rules = _rules(config, batch, scale, diagnostics)
+    keep, tokens = _keep(config), _tokens(logprobs, batch)
+    # Every part has sums of its own, so that how many threads there are changes nothing.
+    threads = max(1, min(torch.get_num_threads(), len(parts)))
+
+    def take(thread: int) -> None:
+        buffers = np.empty((_BUFFERS, max(high - low for _, _, low, high in parts)), np.float32)
+        for number in range(thread, len(parts), threads):
+            found = _found(sums[number], maxima[number])
+            values[number] = _evaluate_part(
+                rules, keep, tokens, samples, parts[number], buffers, gradient, fates, found
+            )
+
+    if threads == 1:
+        take(0)
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(take, range(threads)))
+    total, largest = sums.sum(axis=0), maxima.max(axis=0)
+    _name_sums(batch, samples, _found(total, largest), diagnostics, total)
+    metrics = Metrics(torch.from_numpy(total[:-_BESIDE]), torch.from_numpy(largest))
+    return Fused(float(values.sum()), torch.from_numpy(gradient), torch.from_numpy(fates), metrics)
+
+
+def _evaluate_part(
+    rules: "types.Rules",
+    keep: "types.Keep",
+    whole: "types.Tokens",
+    samples: Samples,
+    part: tuple[int, int, int, int],
+    buffers: NDArray[np.float32],
+    gradient: NDArray[np.float32],
+    fates: NDArray[np.uint8],
+    found: "types.Found",
+) -> float:
     from learner import fused_loops, fused_sums
     from learner import fused_types as types
 
-    size = len(logprobs)
-    gradient, fates = np.empty(size, np.float32), np.empty(size, np.uint8)
-    sums, maxima = np.zeros(sum(SUMS.values())), np.zeros(sum(MAXIMA.values()))
-    found = _found(sums, maxima)
-    scales = types.Scales(np.array(LAG_ORIGINS), np.array(SIZE_EDGES), FIRST_BIN)
-    rules, keep = _rules(config, batch, scale, diagnostics), _keep(config)
-    whole = _tokens(logprobs, batch)
-    parts = _parts(samples)
-    buffers = np.empty(
-        (len(types.Work._fields), max(high - low for _, _, low, high in parts)), np.float32
+    first, last, low, high = part
+    starts, lengths = samples.starts[first : last + 1] - low, samples.lengths[first:last]
+    tokens = types.Tokens._make(column[low:high] for column in whole)
+    work = _work(rules, types.Work(*buffers[:, : high - low]))
+    some = fates[low:high]
+    value = fused_loops.evaluate(
+        rules, keep, tokens, starts, lengths, work, gradient[low:high], some
     )
-    value = 0.0
-    for first, last, low, high in parts:
-        starts, lengths = samples.starts[first : last + 1] - low, samples.lengths[first:last]
-        tokens = types.Tokens._make(column[low:high] for column in whole)
-        work = _work(rules, types.Work(*buffers[:, : high - low]))
-        some = fates[low:high]
-        value += fused_loops.evaluate(
-            rules, keep, tokens, starts, lengths, work, gradient[low:high], some
-        )
-        fused_sums.add_counts(some, found)
-        if diagnostics:
-            fused_sums.add(rules, scales, tokens, starts, lengths, work, some, found)
-    _name_sums(batch, samples, found, diagnostics, sums, maxima)
-    metrics = Metrics(torch.from_numpy(sums), torch.from_numpy(maxima))
-    return Fused(value, torch.from_numpy(gradient), torch.from_numpy(fates), metrics)
+    fused_sums.add_counts(some, found)
+    if rules.everything:
+        scales = types.Scales(np.array(LAG_ORIGINS), np.array(SIZE_EDGES), FIRST_BIN)
+        fused_sums.add(rules, scales, tokens, starts, lengths, work, some, found)
+    return float(value)
 
 
 def _parts(samples: Samples) -> list[tuple[int, int, int, int]]:
@@ -251,7 +284,7 @@ def _work(rules: "types.Rules", work: "types.Work") -> "types.Work":
 
 
 def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "types.Found":
-    """What is laid out in `sums` and `maxima` as the loops find it, and the rest apart."""
+    """What is laid out in `sums`, and after it in its last `_BESIDE` places, and in `maxima`."""
     from learner import fused_types as types
 
     origins, parts = len(ORIGINS), len(PARTS)
@@ -260,17 +293,19 @@ def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "types.Fou
         start = SUM_STARTS[name]
         return sums[start : start + math.prod(shape)].reshape(shape)
 
-    start = MAXIMUM_STARTS["movement/abs/0"]
+    by_fate, trained, clipped, mass, _ = np.split(sums[-_BESIDE:], np.cumsum(_BESIDES))
+    start, lag = MAXIMUM_STARTS["movement/abs/0"], MAXIMUM_STARTS["lag"]
     return types.Found(
-        by_fate=np.zeros(len(TokenFate)),
-        trained=np.zeros(types.ENTROPY + 1),
-        clipped=np.zeros(3),
-        mass=np.zeros(types.BY_CLIP + 3),
+        by_fate=by_fate,
+        trained=trained,
+        clipped=clipped,
+        mass=mass,
         origin_fates=within("origin_fates", origins, len(FATE_CODES)),
         old_slope=within("old_slope", SUMS["old_slope"]),
         moments=within("movement/moments/0", parts, origins, len(MOMENTS)),
         bins=within("movement/histogram/0", parts, origins, BINS),
         largest=maxima[start : start + parts * origins].reshape(parts, origins),
+        largest_lag=maxima[lag : lag + 1],
         position_tokens=within("position_tokens", len(SIZES)),
         position_masked=within("position_masked", len(SIZES)),
         length_tokens=within("length_tokens", len(SIZES)),
@@ -284,7 +319,6 @@ def _name_sums(
     found: "types.Found",
     diagnostics: bool,
     sums: NDArray[np.float64],
-    maxima: NDArray[np.float64],
 ) -> None:
     """Put the rest of what was found in its places."""
     from learner import fused_types as types
@@ -313,7 +347,6 @@ def _name_sums(
             names |= {"entropy": trained[types.ENTROPY], "entropy_tokens": live}
         if batch.version_lag is not None:
             names |= {"lag": trained[types.LAG], "lag_tokens": by_fate[TokenFate.TRAINED]}
-            maxima[MAXIMUM_STARTS["lag"]] = trained[types.LARGEST_LAG]
         if batch.old_logprobs is not None:
             live_codes = np.delete(found.origin_fates, FATE_CODES.index("stale"), axis=1).sum(1)
             for part in PARTS:

@@ -18,7 +18,6 @@ from learner.fused_types import (
     CURRENT,
     ENTROPY,
     LAG,
-    LARGEST_LAG,
     LEFT,
     OUTSIDE,
     PRODUCTS,
@@ -47,17 +46,20 @@ def add_counts(fates, found):
 def add(rules, scales, tokens, starts, lengths, work, fates, found):
     """Everything else."""
     _add_trained(tokens, work, fates, found.trained)
+    if len(tokens.lag):
+        _add_lags(tokens.lag, fates, found.trained, found.largest_lag)
     for t in range(0, len(fates), FEW):
         few = slice(t, min(t + FEW, len(fates)))
         advantages, weights = work.advantage[few], work.weight[few]
         found.mass[LEFT] += _size(advantages, weights)
         _add_clipped(rules, work.ratio[few], advantages, weights, found.clipped, found.mass)
     capped = rules.weight >= 0 and _any_above(work.log_weight, rules.capped_above)
-    if capped or _count(fates, 0, len(fates), OUTSIDE, TRAINED) < len(fates):
+    lost = _count(fates, 0, len(fates), OUTSIDE, TRAINED) < len(fates)
+    if capped or lost:
         _add_lost(rules, tokens, work, fates, found.mass)
     if len(tokens.old):
         _add_old_slope(tokens.old, work.mismatch, fates, found.old_slope)
-    _by_origin(rules, scales, tokens, work, fates, capped, found)
+    _by_origin(rules, scales, tokens, work, fates, lost, capped, found)
     _by_size(scales, tokens, starts, lengths, fates, found)
 
 
@@ -106,8 +108,6 @@ def _add_trained(tokens, work, fates, trained):
     for t in range(len(fates)):
         zeros += (fates[t] != OUTSIDE) & (tokens.advantages[t] == 0)
     trained[ZERO_ADVANTAGE] += zeros
-    if len(tokens.lag):
-        _add_lags(tokens.lag, fates, trained)
     if len(tokens.entropy):
         entropies, entropy = tokens.entropy, 0.0
         for t in range(len(fates)):
@@ -117,14 +117,14 @@ def _add_trained(tokens, work, fates, trained):
 
 
 @summing
-def _add_lags(lags, fates, trained):
+def _add_lags(lags, fates, trained, largest_lag):
     total, largest = 0, 0
     for t in range(len(fates)):
         own = lags[t] * (fates[t] == TRAINED)
         total += own
         largest = max(largest, own)
     trained[LAG] += total
-    trained[LARGEST_LAG] = max(trained[LARGEST_LAG], np.float64(largest))
+    largest_lag[0] = max(largest_lag[0], np.float64(largest))
 
 
 @summing
@@ -180,7 +180,7 @@ def _add_lost(rules, tokens, work, fates, mass):
 
 
 @compiled
-def _by_origin(rules, scales, tokens, work, fates, capped, found):
+def _by_origin(rules, scales, tokens, work, fates, lost, capped, found):
     """Stretches of tokens of the same origin."""
     end, size = 0, len(fates)
     lag, crossed = tokens.lag, tokens.crossed
@@ -194,7 +194,7 @@ def _by_origin(rules, scales, tokens, work, fates, capped, found):
             end = _same(crossed, begin, end)
             origin = len(found.origin_fates) - 1 if crossed[begin] else origin
         codes = found.origin_fates[origin]
-        for code in range(len(codes) - 1):
+        for code in range(len(codes) - 1 if lost else 1):
             codes[code] += _count(fates, begin, end, code + 1)
         if capped:
             for t in range(begin, end):
@@ -258,8 +258,13 @@ def _add_moments(rules, values, exps, moments):
 def _add_bins(scales, bits, bins):
     """By the bits of float32. Four counters a bin: neighbours often fall in the same one, and the
     next count need not wait for the last."""
-    counts = np.zeros((4, len(bins)), np.int32)
     first, last = np.int32(scales.first_bin), np.int32(len(bins) - 1)
+    if len(bits) < 2 * len(bins):
+        for t in range(len(bits)):
+            place = np.int32(((bits[t] & MAGNITUDE) >> np.int32(21)) - first)
+            bins[min(max(place, np.int32(0)), last)] += 1
+        return
+    counts = np.zeros((4, len(bins)), np.int32)
     for t in range(len(bits)):
         place = np.int32(((bits[t] & MAGNITUDE) >> np.int32(21)) - first)
         counts[t & 3, min(max(place, np.int32(0)), last)] += 1

@@ -23,7 +23,7 @@ OUTSIDE, TRAINED, STALE, VETO, KEEP_LOW, KEEP_HIGH = range(6)
 # Statistics of the mismatch.
 TOKEN, PRODUCT, GEOMETRIC = range(3)
 # Places in `Found.trained`; A = 0 is counted over the data mask, entropy over live tokens.
-CURRENT, ADVANTAGE, PRODUCTS, WEIGHT, LAG, LARGEST_LAG, ZERO_ADVANTAGE, ENTROPY = range(8)
+CURRENT, ADVANTAGE, PRODUCTS, WEIGHT, LAG, ZERO_ADVANTAGE, ENTROPY = range(7)
 # Places in `Found.mass`; three clips begin at the last.
 LEFT, BY_STALE, BY_VETO, BY_KEEP, BY_CAP, BY_CLIP = range(6)
 
@@ -126,6 +126,7 @@ class Found(NamedTuple):
     """[part, origin, moment]; likewise `bins` and `largest`."""
     bins: Sums
     largest: Sums
+    largest_lag: Sums
     position_tokens: Sums
     position_masked: Sums
     length_tokens: Sums
