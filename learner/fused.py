@@ -2,8 +2,9 @@
 
 What the objective is says the torch code of `learner.objective`; this is a faster way to the same
 numbers where it applies, and `tests/unit/learner/test_fused.py` holds both together. The batch is
-taken in parts that stay in a processor's cache, by as many threads as torch has, and what they find
-is summed in order: bitwise reproducible. numba is imported with the first batch that the loops take.
+taken in parts that stay in a processor's cache, by as many threads as torch has, and what they
+find is summed in order: bitwise reproducible. numba is imported with the first batch that the
+loops take.
 """
 
 import math
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
     from learner import fused_types as types
 
 _LEAST_TOKENS = 1 << 14
-_PART_TOKENS = 1 << 15
-# Buffers of a part: see Work. Beside the sums: by fate, of the trained, clips, gradient mass.
+_PART_TOKENS = 1 << 16
+# Buffers of a part, see Work, and what is found beside SUMS, see Found.
 _BUFFERS = 12
-_BESIDES = (len(TokenFate), 7, 3, 8)
-_BESIDE = sum(_BESIDES)
+_BESIDES = {"by_fate": len(TokenFate), "trained": 7, "clipped": 3, "mass": 8}
+_BESIDE = sum(_BESIDES.values())
 _CLIPPED = ("clip_low_tokens", "clip_high_tokens", "clip_dual_tokens")
 _STATISTICS = ("token", "product", "geometric")
 
@@ -283,34 +284,41 @@ def _work(rules: "types.Rules", work: "types.Work") -> "types.Work":
     return work
 
 
+def _places() -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Where in the sums, and in those beside them, what the loops find lies, and its shape."""
+    origins, parts = len(ORIGINS), len(PARTS)
+    within = {
+        "origin_fates": ("origin_fates", (origins, len(FATE_CODES))),
+        "old_slope": ("old_slope", (SUMS["old_slope"],)),
+        "moments": ("movement/moments/0", (parts, origins, len(MOMENTS))),
+        "bins": ("movement/histogram/0", (parts, origins, BINS)),
+        **{
+            f"{kind}_{what}": (f"{kind}_{what}", (len(SIZES),))
+            for kind in ("position", "length")
+            for what in ("tokens", "masked")
+        },
+    }
+    places = {name: (SUM_STARTS[first], shape) for name, (first, shape) in within.items()}
+    start = sum(SUMS.values())
+    for name, size in _BESIDES.items():
+        places[name] = start, (size,)
+        start += size
+    return places
+
+
+_PLACES = _places()
+
+
 def _found(sums: NDArray[np.float64], maxima: NDArray[np.float64]) -> "types.Found":
-    """What is laid out in `sums`, and after it in its last `_BESIDE` places, and in `maxima`."""
     from learner import fused_types as types
 
-    origins, parts = len(ORIGINS), len(PARTS)
-
-    def within(name: str, *shape: int) -> NDArray[np.float64]:
-        start = SUM_STARTS[name]
-        return sums[start : start + math.prod(shape)].reshape(shape)
-
-    by_fate, trained, clipped, mass, _ = np.split(sums[-_BESIDE:], np.cumsum(_BESIDES))
-    start, lag = MAXIMUM_STARTS["movement/abs/0"], MAXIMUM_STARTS["lag"]
-    return types.Found(
-        by_fate=by_fate,
-        trained=trained,
-        clipped=clipped,
-        mass=mass,
-        origin_fates=within("origin_fates", origins, len(FATE_CODES)),
-        old_slope=within("old_slope", SUMS["old_slope"]),
-        moments=within("movement/moments/0", parts, origins, len(MOMENTS)),
-        bins=within("movement/histogram/0", parts, origins, BINS),
-        largest=maxima[start : start + parts * origins].reshape(parts, origins),
-        largest_lag=maxima[lag : lag + 1],
-        position_tokens=within("position_tokens", len(SIZES)),
-        position_masked=within("position_masked", len(SIZES)),
-        length_tokens=within("length_tokens", len(SIZES)),
-        length_masked=within("length_masked", len(SIZES)),
-    )
+    views = {
+        name: sums[start : start + math.prod(shape)].reshape(shape)
+        for name, (start, shape) in _PLACES.items()
+    }
+    start, lag, shape = MAXIMUM_STARTS["movement/abs/0"], MAXIMUM_STARTS["lag"], _PLACES["bins"][1]
+    largest = maxima[start : start + shape[0] * shape[1]].reshape(shape[:2])
+    return types.Found(**views, largest=largest, largest_lag=maxima[lag : lag + 1])
 
 
 def _name_sums(

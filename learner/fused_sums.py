@@ -194,15 +194,18 @@ def _by_origin(rules, scales, tokens, work, fates, lost, capped, found):
             end = _same(crossed, begin, end)
             origin = len(found.origin_fates) - 1 if crossed[begin] else origin
         codes = found.origin_fates[origin]
+        live = 0
         for code in range(len(codes) - 1 if lost else 1):
-            codes[code] += _count(fates, begin, end, code + 1)
+            number = _count(fates, begin, end, code + 1)
+            codes[code] += number
+            live += number if code + 1 != STALE else 0
         if capped:
             for t in range(begin, end):
                 if fates[t] == TRAINED and work.log_weight[t] > rules.capped_above:
                     codes[len(codes) - 1] += 1
                     codes[0] -= 1
         if len(tokens.old):
-            outside = _count(fates, begin, end, OUTSIDE, STALE)
+            masked = end - begin - live
             for part in range(2):
                 values = work.movement if part == 0 else work.mismatch
                 exps = work.movement_exp if part == 0 else work.mismatch_exp
@@ -211,7 +214,7 @@ def _by_origin(rules, scales, tokens, work, fates, lost, capped, found):
                     _add_moments(rules, values[few], exps[few], found.moments[part, origin])
                 bins = found.bins[part, origin]
                 _add_bins(scales, values[begin:end].view(np.int32), bins)
-                bins[0] -= outside
+                bins[0] -= masked
                 largest = _largest(values[begin:end].view(np.int32))
                 found.largest[part, origin] = max(found.largest[part, origin], largest)
 
