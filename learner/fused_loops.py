@@ -150,13 +150,15 @@ def _judge(rules, keep, starts, lengths, work, fates):
                 fates[t] = VETO if fates[t] == TRAINED else fates[t]
         for k in range(len(keep.statistics)):
             low, high = keep.low[k], keep.high[k]
-            if keep.statistics[k] == TOKEN:
-                for t in range(begin, end):
-                    fates[t] = _kept(work.mismatch[t], low, high, fates[t])
-            else:
+            if keep.statistics[k] != TOKEN:
                 value = product if keep.statistics[k] == PRODUCT else geometric
                 for t in range(begin, end):
                     fates[t] = _kept(value, low, high, fates[t])
+    for k in range(len(keep.statistics)):
+        if keep.statistics[k] == TOKEN:
+            mismatch, low, high = work.mismatch, keep.low[k], keep.high[k]
+            for t in range(len(fates)):
+                fates[t] = _kept(mismatch[t], low, high, fates[t])
 
 
 @compiled
@@ -181,8 +183,9 @@ def _of_sample(rules, begin, end, length, work, fates):
 @compiled
 def _kept(value, low, high, fate):
     """The fate after an interval; below comes before above."""
-    fate = KEEP_HIGH if value > high and fate == TRAINED else fate
-    return KEEP_LOW if value < low and fate in (TRAINED, KEEP_HIGH) else fate
+    fate = np.uint8(KEEP_HIGH) if (value > high) & (fate == TRAINED) else fate
+    below = (value < low) & ((fate == TRAINED) | (fate == KEEP_HIGH))
+    return np.uint8(KEEP_LOW) if below else fate
 
 
 @compiled

@@ -44,7 +44,7 @@ def add_counts(fates, found):
 
 @compiled
 def add(rules, scales, tokens, starts, lengths, work, fates, found):
-    """Everything else."""
+    """Everything else; `found` has the counts of this part, and nothing of another."""
     _add_trained(tokens, work, fates, found.trained)
     if len(tokens.lag):
         _add_lags(tokens.lag, fates, found.trained, found.largest_lag)
@@ -54,21 +54,20 @@ def add(rules, scales, tokens, starts, lengths, work, fates, found):
         found.mass[LEFT] += _size(advantages, weights)
         _add_clipped(rules, work.ratio[few], advantages, weights, found.clipped, found.mass)
     capped = rules.weight >= 0 and _any_above(work.log_weight, rules.capped_above)
-    lost = _count(fates, 0, len(fates), OUTSIDE, TRAINED) < len(fates)
+    lost = found.by_fate[STALE:].sum() > 0
     if capped or lost:
         _add_lost(rules, tokens, work, fates, found.mass)
     if len(tokens.old):
         _add_old_slope(tokens.old, work.mismatch, fates, found.old_slope)
     _by_origin(rules, scales, tokens, work, fates, lost, capped, found)
-    _by_size(scales, tokens, starts, lengths, fates, found)
+    _by_size(scales, tokens, starts, lengths, fates, lost, found)
 
 
 @summing
-def _count(fates, begin, end, *which):
-    number = 0
+def _count(fates, begin, end, fate):
+    number = np.int32(0)
     for t in range(begin, end):
-        for fate in which:
-            number += fates[t] == fate
+        number += np.int32(fates[t] == fate)
     return number
 
 
@@ -184,6 +183,8 @@ def _by_origin(rules, scales, tokens, work, fates, lost, capped, found):
     """Stretches of tokens of the same origin."""
     end, size = 0, len(fates)
     lag, crossed = tokens.lag, tokens.crossed
+    parts, origins, bins = found.bins.shape
+    counts = np.zeros((parts, origins, 2, bins), np.int32)
     while end < size:
         begin, end = end, size
         origin = 0
@@ -212,11 +213,13 @@ def _by_origin(rules, scales, tokens, work, fates, lost, capped, found):
                 for t in range(begin, end, FEW):
                     few = slice(t, min(t + FEW, end))
                     _add_moments(rules, values[few], exps[few], found.moments[part, origin])
-                bins = found.bins[part, origin]
-                _add_bins(scales, values[begin:end].view(np.int32), bins)
-                bins[0] -= masked
+                _add_bins(scales, values[begin:end].view(np.int32), counts[part, origin])
+                counts[part, origin, 0, 0] -= masked
                 largest = _largest(values[begin:end].view(np.int32))
                 found.largest[part, origin] = max(found.largest[part, origin], largest)
+    for part in range(parts):
+        for origin in range(origins):
+            found.bins[part, origin] += counts[part, origin, 0] + counts[part, origin, 1]
 
 
 @compiled
@@ -258,21 +261,13 @@ def _add_moments(rules, values, exps, moments):
 
 
 @compiled
-def _add_bins(scales, bits, bins):
-    """By the bits of float32. Four counters a bin: neighbours often fall in the same one, and the
+def _add_bins(scales, bits, counts):
+    """By the bits of float32. Two counters a bin: neighbours often fall in the same one, and the
     next count need not wait for the last."""
-    first, last = np.int32(scales.first_bin), np.int32(len(bins) - 1)
-    if len(bits) < 2 * len(bins):
-        for t in range(len(bits)):
-            place = np.int32(((bits[t] & MAGNITUDE) >> np.int32(21)) - first)
-            bins[min(max(place, np.int32(0)), last)] += 1
-        return
-    counts = np.zeros((4, len(bins)), np.int32)
+    first, last = np.int32(scales.first_bin), np.int32(counts.shape[1] - 1)
     for t in range(len(bits)):
         place = np.int32(((bits[t] & MAGNITUDE) >> np.int32(21)) - first)
-        counts[t & 3, min(max(place, np.int32(0)), last)] += 1
-    for place in range(len(bins)):
-        bins[place] += counts[0, place] + counts[1, place] + counts[2, place] + counts[3, place]
+        counts[t & 1, min(max(place, np.int32(0)), last)] += 1
 
 
 @summing
@@ -301,14 +296,15 @@ def _add_old_slope(old, mismatch, fates, slope):
 
 
 @compiled
-def _by_size(scales, tokens, starts, lengths, fates, found):
+def _by_size(scales, tokens, starts, lengths, fates, lost, found):
     """Tokens in the data mask and those that a policy mask took, by length and by position."""
     edges = scales.edges
     for run in range(len(starts) - 1):
-        lost = lengths[run] - _count(fates, starts[run], starts[run + 1], TRAINED)
         place = _bucket(edges, lengths[run])
         found.length_tokens[place] += lengths[run]
-        found.length_masked[place] += lost
+        if lost:
+            trained = _count(fates, starts[run], starts[run + 1], TRAINED)
+            found.length_masked[place] += lengths[run] - trained
     if len(tokens.position):
         for t in range(len(fates)):
             if fates[t] != OUTSIDE:
