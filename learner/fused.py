@@ -212,6 +212,7 @@ def _rules(
         max_lag=2**62 if config.max_staleness is None else config.max_staleness,
         per_sequence=config.per_sequence,
         of_sample=config.per_sequence or correction.veto is not None,
+        mismatch_of_sample=bool(correction.statistics - {"token"}) or correction.veto is not None,
         rejecting=correction.veto is not None or bool(correction.keep),
         by_mean=by_mean,
         pure=config.ratio.unit == "sequence_pure" and clip.kind != "cispo",

@@ -93,14 +93,19 @@ def _mask_stale(rules, tokens, starts, fates):
         return
     for t in range(len(fates)):
         fates[t] = mask[t] * (STALE if lag[t] > rules.max_lag else TRAINED)
-    if rules.per_sequence:
+    if rules.per_sequence and _stale(fates, 0, len(fates)):
         for run in range(len(starts) - 1):
-            stale = False
-            for t in range(starts[run], starts[run + 1]):
-                stale |= fates[t] == STALE
-            if stale:
+            if _stale(fates, starts[run], starts[run + 1]):
                 for t in range(starts[run], starts[run + 1]):
                     fates[t] = mask[t] * STALE
+
+
+@summing
+def _stale(fates, begin, end):
+    number = np.int32(0)
+    for t in range(begin, end):
+        number += np.int32(fates[t] == STALE)
+    return number > 0
 
 
 @compiled
@@ -163,16 +168,20 @@ def _judge(rules, keep, starts, lengths, work, fates):
 
 @compiled
 def _of_sample(rules, begin, end, length, work, fates):
-    """The sample's log mismatch and whether it has a vetoed token."""
-    moved, mismatch, vetoed = ZERO, ZERO, False
-    for t in range(begin, end):
-        moved += work.ratio[t]
-        mismatch += work.mismatch[t]
-        vetoed |= fates[t] == TRAINED and work.mismatch[t] < rules.veto
+    """The sample's log mismatch and whether it has a vetoed token. Sums are in the order of
+    tokens, as torch has them."""
+    mismatch, vetoed = ZERO, False
     if rules.by_mean:
+        moved = ZERO
+        for t in range(begin, end):
+            moved += work.ratio[t]
         mean = moved / length
         work.ratio[begin:end] = mean
         work.ratio_exp[begin:end] = np.exp(mean)
+    if rules.mismatch_of_sample:
+        for t in range(begin, end):
+            mismatch += work.mismatch[t]
+            vetoed |= fates[t] == TRAINED and work.mismatch[t] < rules.veto
     if rules.weight > TOKEN:
         log_weight = mismatch if rules.weight == PRODUCT else mismatch / length
         work.log_weight[begin:end] = log_weight

@@ -36,6 +36,8 @@ class Rules(NamedTuple):
     per_sequence: bool
     of_sample: bool
     """Whether anything but a length is asked of a sample."""
+    mismatch_of_sample: bool
+    """Whether its mismatch is."""
     rejecting: bool
     by_mean: bool
     """Whether the ratio is of the sample; `pure`, whether the slope goes through its mean too."""
