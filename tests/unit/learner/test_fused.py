@@ -82,7 +82,8 @@ def batches(draw):
     advantages[:: draw(st.integers(1, 4))] *= draw(st.sampled_from([0.0, 1.0]))
     batch = TokenBatch(index, mask, behavior, old, advantages[index], len(lengths))
     if draw(st.booleans()):
-        lag = torch.randint(0, 12, (len(lengths),), generator=generator)[index]
+        most = draw(st.sampled_from([2, 4, 12]))
+        lag = torch.randint(0, most, (len(lengths),), generator=generator)[index]
         wander = torch.randint(0, 2, (size,), generator=generator)
         batch = replace(batch, version_lag=lag + wander * draw(st.integers(0, 1)))
     if draw(st.booleans()):
@@ -124,7 +125,9 @@ def test_loops_and_torch_agree(config, given_batch, without_old):
     assert torch.equal(output.fates, expected.fates)
     current = logprobs
     largest = expected_gradient.nan_to_num(0, 0, 0).abs().sum().item() / max(len(logprobs), 1)
-    close(gradient, expected_gradient, rtol=1e-6, atol=1e-6 * largest)
+    # The pure sequence form sums the slopes of a sample in float32, one after the other.
+    rtol = 1e-5 if config.ratio.unit == "sequence_pure" else 1e-6
+    close(gradient, expected_gradient, rtol=rtol, atol=rtol * largest)
     # A loss is a sum that may cancel: it is known as well as what is added up.
     steepest = 1 + current[batch.mask].abs().sum().item() / max(len(current), 1)
     added = expected_gradient.nan_to_num(0, 0, 0).abs().sum().item() * steepest
@@ -167,7 +170,9 @@ def long_batch(tokens=100_000):
         old,
         torch.randn(len(lengths), generator=generator)[index],
         len(lengths),
-        version_lag=torch.randint(0, 5, (len(lengths),), generator=generator)[index],
+        # Of some samples only a few tokens are too old.
+        version_lag=torch.randint(0, 5, (len(lengths),), generator=generator)[index]
+        + (torch.rand(size, generator=generator) > 0.99),
         crossed=torch.rand(size, generator=generator) > 0.9,
         position=torch.arange(size) % 700,
         entropy=torch.rand(size, generator=generator),
