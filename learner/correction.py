@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.objective_config import CorrectionConfig
+from learner.objective_config import CorrectionConfig, KeepInterval
 from learner.ratio import rounding_slack
 from learner.segments import segment_any, segment_sum
 
@@ -63,11 +63,18 @@ def rejections(
         veto = live & segment_any(bad, index, statistics.num_samples).index_select(0, index)
     for interval in correction.keep:
         value = statistics[interval.statistic]
+        lowest, highest = keep_bounds(interval, slack)
         if interval.low > 0:
-            keep_low = keep_low | (live & (value < math.log(interval.low) - slack))
+            keep_low = keep_low | (live & (value < lowest))
         if interval.high is not None:
-            keep_high = keep_high | (live & (value > math.log(interval.high) + slack))
+            keep_high = keep_high | (live & (value > highest))
     return Rejections(veto, keep_low, keep_high)
+
+
+def keep_bounds(interval: KeepInterval, slack: float) -> tuple[float, float]:
+    """Lowest and highest log mismatch ratio that the interval keeps."""
+    lowest = math.log(interval.low) - slack if interval.low > 0 else -math.inf
+    return lowest, math.inf if interval.high is None else math.log(interval.high) + slack
 
 
 def importance_weights(

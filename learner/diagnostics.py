@@ -15,6 +15,8 @@ from learner.objective_config import ObjectiveConfig
 from learner.objective_metrics import (
     BINS,
     FATE_CODES,
+    LAG_ORIGINS,
+    LARGEST_LOG,
     MASK_REASONS,
     ORIGINS,
     PARTS,
@@ -28,10 +30,7 @@ from learner.ratio import rounding_slack
 from learner.segments import segment_sum
 from learner.token_batch import TokenBatch, TokenFate
 
-_BUCKET_OF_LAG = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
 _CROSSED = len(ORIGINS) - 1
-# exp of more overflows float32 sums; such a ratio is the only sample that counts anyhow.
-_LARGEST_LOG = 40.0
 _REMOVED_BY_FATE = {"stale": ("STALE",), "veto": ("VETO",), "keep": ("KEEP_LOW", "KEEP_HIGH")}
 _CAPPED = FATE_CODES.index("cap")
 
@@ -141,11 +140,11 @@ def _gradient_mass(
     if weights is None or evaluated.log_weights is None:
         tally.add("weight", evaluated.kept.count_nonzero())
     else:
-        full = evaluated.log_weights[rejected].clamp(max=_LARGEST_LOG).exp()
+        full = evaluated.log_weights[rejected].clamp(max=LARGEST_LOG).exp()
         lost = torch.where(fates == TokenFate.STALE, lost, lost * full)
         tally.add("weight", torch.dot(weights, evaluated.kept.to(weights.dtype)))
         capped = _capped(config, evaluated)
-        full = evaluated.log_weights[capped].clamp(max=_LARGEST_LOG).exp()
+        full = evaluated.log_weights[capped].clamp(max=LARGEST_LOG).exp()
         removed[REMOVALS.index("cap")] = (sizes[capped] * (full - weights[capped])).sum()
         sizes = sizes * weights
         tally.add("cap_tokens", torch.tensor(len(capped), device=tally.device))
@@ -188,8 +187,8 @@ def _by_origin(
         tally.add("lag", lag.sum())
         tally.add("lag_tokens", evaluated.kept.count_nonzero())
         tally.raise_to("lag", lag.max())
-        bounded = batch.version_lag.clamp(0, len(_BUCKET_OF_LAG) - 1)
-        origin = torch.tensor(_BUCKET_OF_LAG, device=tally.device).index_select(0, bounded)
+        bounded = batch.version_lag.clamp(0, len(LAG_ORIGINS) - 1)
+        origin = torch.tensor(LAG_ORIGINS, device=tally.device).index_select(0, bounded)
     if batch.crossed is not None:
         origin = origin.masked_fill(batch.crossed, _CROSSED)
     fates = torch.zeros(len(ORIGINS), len(FATE_CODES), dtype=torch.float64, device=tally.device)
@@ -218,7 +217,7 @@ def _log_ratios(evaluated: Evaluated, places: Tensor, number: int, tally: Tally)
             continue
         values = found[part] = everyone.index_select(0, places)
         magnitude = values.abs()
-        safe = values.clamp(max=_LARGEST_LOG)
+        safe = values.clamp(max=LARGEST_LOG)
         excess = torch.expm1(safe)
         moments = [magnitude.sum(), excess.sum(), torch.dot(excess, excess), (excess - safe).sum()]
         tally.add(f"{part}/moments/{number}", torch.stack([values.sum(), *moments]))

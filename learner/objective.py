@@ -29,8 +29,9 @@ from learner import kl
 from learner.correction import MismatchStatistics, importance_weights, rejections
 from learner.covariance import restrained_tokens
 from learner.diagnostics import Evaluated, Tally, measure
+from learner.fused import contiguous_samples, evaluate_fused, worthwhile
 from learner.objective_config import ObjectiveConfig, expand
-from learner.objective_metrics import Metrics
+from learner.objective_metrics import SUM_STARTS, Metrics
 from learner.ratio import sequence_log_ratio, surrogate, through_the_mean
 from learner.token_batch import (
     TOKEN_FIELDS,
@@ -84,15 +85,36 @@ def evaluate(
     normalizer: BatchCount | None = None,
     *,
     diagnostics: bool = True,
+    compiled: bool | None = None,
 ) -> ObjectiveOutput:
     """Loss, metrics and token fates of one micro-batch; `logprobs` is c, float[N], with gradient.
 
     `normalizer` counts the whole batch, so that losses and gradients of micro-batches and ranks
     are summed, never averaged; None means that this batch is all of it. Without `diagnostics` the
-    metrics hold the loss and the counts only. Raises ValueError when the batch lacks something
-    that the config needs. Linear in N, no loop over samples. First derivatives only.
+    metrics hold the loss and the counts only. `compiled` False is the definition, in torch; True is
+    `learner.fused` wherever it applies, None where it pays. Raises ValueError when the batch lacks
+    something that the config needs. Linear in N, no loop over samples. First derivatives only.
     """
     check_batch(config, logprobs, batch)
+    samples = None
+    if compiled or (compiled is None and worthwhile(logprobs)):
+        samples = contiguous_samples(config, logprobs, batch)
+    if samples is None:
+        return _evaluate_in_torch(config, logprobs, batch, normalizer, diagnostics)
+    scale = -1 / _denominator(config, batch, normalizer or samples, torch.float32)
+    fused = evaluate_fused(config, logprobs, batch, samples, scale.item(), diagnostics=diagnostics)
+    loss = _Attached.apply(logprobs, scale * fused.value, fused.gradient)
+    fused.metrics.sums[SUM_STARTS["loss"]] = loss.detach()
+    return ObjectiveOutput(loss, fused.metrics, fused.fates)
+
+
+def _evaluate_in_torch(
+    config: ObjectiveConfig,
+    logprobs: Tensor,
+    batch: TokenBatch,
+    normalizer: BatchCount | None,
+    diagnostics: bool,
+) -> ObjectiveOutput:
     with torch.no_grad():
         fixed = logprobs.detach()
         scale = -1 / _denominator(config, batch, normalizer, _working_dtype(fixed))

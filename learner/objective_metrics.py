@@ -20,6 +20,8 @@ LAG_BUCKETS = ("0", "1", "2", "3-4", "5-8", "9+")
 ORIGINS = (*(f"lag_{bucket}" for bucket in LAG_BUCKETS), "crossed")
 """Where a token comes from: its lag, or apart, that it was sampled after an update in
 mid-generation. Each token belongs to one."""
+LAG_ORIGINS = (0, 1, 2, 3, 3, 4, 4, 4, 4, 5)
+"""Origin of each lag; of a larger one the last."""
 MOMENTS = ("log", "abs", "excess", "excess_sq", "k3")
 FATE_CODES = ("trained", "stale", "veto", "keep_low", "keep_high", "cap")
 REMOVALS = ("stale", "veto", "keep", "cap", "clip_low", "clip_high", "clip_dual", "clip_cov")
@@ -30,7 +32,9 @@ SIZES = ("0-15", "16-63", "64-255", "256-1023", "1024-4095", "4096+")
 # Histograms of |d| have four bins per octave, cut by the bits of a float32: they need no logarithm.
 LOWEST_OCTAVE, OCTAVES = -24, 30
 BINS = 4 * OCTAVES
-_FIRST_BIN = (127 + LOWEST_OCTAVE) << 2
+FIRST_BIN = (127 + LOWEST_OCTAVE) << 2
+LARGEST_LOG = 40.0
+"""exp of more overflows float32 sums; such a ratio is the only sample that counts anyhow."""
 
 SUMS: dict[str, int] = {
     "loss": 1,
@@ -101,7 +105,7 @@ class Metrics:
 
     def total(self, name: str) -> Tensor:
         """The sums of one name: 0-d where there is one, else flat."""
-        (values,) = _unpacked({name: SUMS[name]}, self.sums, _STARTS[name]).values()
+        (values,) = _unpacked({name: SUMS[name]}, self.sums, SUM_STARTS[name]).values()
         return values[0] if SUMS[name] == 1 else values
 
     def finalise(self) -> dict[str, float]:
@@ -137,7 +141,7 @@ class Metrics:
 def bin_of(magnitudes: Tensor) -> Tensor:
     """int64[N]: histogram bin of each |d|; below the lowest octave bin 0, above the last one."""
     bits = magnitudes.float().view(torch.int32) >> 21
-    return (bits - _FIRST_BIN).clamp_(0, BINS - 1).long()
+    return (bits - FIRST_BIN).clamp_(0, BINS - 1).long()
 
 
 def quantile(histogram: list[float], share: float, largest: float) -> float:
@@ -257,7 +261,7 @@ def _starts(layout: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(layout, accumulate(layout.values(), initial=0), strict=False))
 
 
-_STARTS = _starts(SUMS)
+SUM_STARTS, MAXIMUM_STARTS = _starts(SUMS), _starts(MAXIMA)
 
 
 def _unpacked(layout: Mapping[str, int], flat: Tensor, start: int = 0) -> dict[str, Tensor]:

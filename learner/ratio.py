@@ -64,23 +64,29 @@ def surrogate(
     is set; cispo is sg(clip(r, low, high)) A c (MiniMax-M1, arXiv 2506.13585); none is r A. On a
     bound the gradient stays.
     """
-    slack = rounding_slack(log_ratio.dtype)
     if clip.kind == "none":
         # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
         log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
         value = log_ratio.exp().mul_(factors)
         return Surrogate(value, value, log_ratio)
+    above, below = clip_bounds(clip, rounding_slack(log_ratio.dtype))
     if clip.kind == "cispo":
-        lowest = math.log(clip.low) - slack if clip.low > 0 else -math.inf
-        bounded = log_ratio.clamp(lowest, math.log(clip.high) + slack)
+        bounded = log_ratio.clamp(*above)
         slope = bounded.exp().mul_(factors)
         return Surrogate(slope * logprobs, slope, bounded)
-    lowest = math.log1p(-clip.low) - slack if clip.low < 1 else -math.inf
-    dual = math.inf if clip.dual is None else math.log(clip.dual) + slack
-    bounded = torch.where(
-        advantages < 0,
-        log_ratio.clamp(lowest, dual),
-        log_ratio.clamp(max=math.log1p(clip.high) + slack),
-    )
+    bounded = torch.where(advantages < 0, log_ratio.clamp(*below), log_ratio.clamp(max=above[1]))
     value = bounded.exp().mul_(factors)
     return Surrogate(value, value.masked_fill(bounded != log_ratio, 0.0), bounded)
+
+
+def clip_bounds(clip: ClipConfig, slack: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Lowest and highest log-ratio that the clip leaves, where A >= 0 and where A < 0."""
+    if clip.kind == "none":
+        return (-math.inf, math.inf), (-math.inf, math.inf)
+    if clip.kind == "cispo":
+        lowest = math.log(clip.low) - slack if clip.low > 0 else -math.inf
+        both = lowest, math.log(clip.high) + slack
+        return both, both
+    lowest = math.log1p(-clip.low) - slack if clip.low < 1 else -math.inf
+    dual = math.inf if clip.dual is None else math.log(clip.dual) + slack
+    return (-math.inf, math.log1p(clip.high) + slack), (lowest, dual)

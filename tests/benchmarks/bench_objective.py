@@ -1,8 +1,9 @@
 """The objective on a million tokens, forward and backward, against masked means over one `exp`.
 
-There are two yardsticks on the same tensors: a plain one, which multiplies by the mask and would
-make NaN of padding that is NaN, and a safe one, which masks before `exp` as the objective must.
-Process time on one thread, so that other work on the machine counts little.
+"With diagnostics" is the default call. There are two yardsticks on the same tensors: a plain one,
+which multiplies by the mask and would make NaN of padding that is NaN, and a safe one, which masks
+before `exp` as the objective must. Process time on one thread, so that other work on the machine
+counts little.
 """
 
 import time
