@@ -179,7 +179,7 @@ class LiveRun:
         return FleetStatus(
             role=Role.LEARNER,
             target=self.parts.config.learner.ranks,
-            restarts=self.parts.learner.restarts,
+            restarts=self.parts.learner.restarts.total(),
             workers=ranks,
         )
 

@@ -99,7 +99,12 @@ class Pipeline:
         self._wire_training(directory)
         self.live = LiveRun(self._parts(directory))
         reporter.observe(
-            self.flow, self._rollout, self._verifiers, self._verification, self.live.status
+            self.flow,
+            self._rollout,
+            self._verifiers,
+            self._learner,
+            self._verification,
+            self.live.status,
         )
 
     def _wire_groups(self) -> None:

@@ -24,6 +24,7 @@ from orchestrator.metrics import Metrics
 from orchestrator.records import JsonLines, StepRecord
 from orchestrator.steering import RunStatus
 from orchestrator.store import ReadyGroup
+from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.verification import Verification
 
 GAUGE_PERIOD_S = 0.1
@@ -62,6 +63,7 @@ class Reporter:
         flow: Flow,
         rollout: Fleet,
         verifiers: Fleet,
+        learner: SupervisedLearner,
         verification: Verification,
         status: Callable[[], RunStatus],
     ) -> None:
@@ -70,6 +72,7 @@ class Reporter:
         self._flow = flow
         self._rollout = rollout
         self._verifiers = verifiers
+        self._learner = learner
         self._verification = verification
 
     async def run(self) -> None:
@@ -85,7 +88,7 @@ class Reporter:
         changes = -1
         while True:
             self._metrics.observe_status(self._status())
-            for fleet in (self._rollout, self._verifiers):
+            for fleet in (self._rollout, self._verifiers, self._learner):
                 self._metrics.observe_restarts(fleet.role, fleet.restarts)
             if changes != self._flow.changed.count:
                 changes = self._flow.changed.count
@@ -271,6 +274,7 @@ class Reporter:
             "staleness_max": max(self._staleness, default=None),
             "rollout_restarts": self._rollout.restarts.total(),
             "verifier_restarts": self._verifiers.restarts.total(),
+            "learner_restarts": self._learner.restarts.total(),
             "ledger": report.as_dict(),
         }
 

@@ -7,6 +7,7 @@ queue nor batches.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from learner.messages import ProbeRequest, Publication
 from orchestrator.calls import plain, waiting
 from orchestrator.errors import RunError
 from orchestrator.restarts import RestartBudget
+from orchestrator.workers import LossReason
 
 T = TypeVar("T")
 
@@ -28,6 +30,8 @@ class LearnerReplaced(Exception):
 
 class SupervisedLearner:
     """One learner group at a time."""
+
+    role = "learner"
 
     def __init__(
         self,
@@ -46,7 +50,8 @@ class SupervisedLearner:
         self._replacing = asyncio.Lock()
         self.on_replaced: Callable[[], Awaitable[None]] | None = None
         """Called whenever another group has taken over: publishes its weights."""
-        self.restarts = 0
+        self.restarts: Counter[LossReason] = Counter()
+        """Replacements by what had happened."""
 
     @property
     def infos(self) -> Sequence[RankInfo]:
@@ -124,7 +129,7 @@ class SupervisedLearner:
                     error = again
                 else:
                     self._group = group
-        self.restarts += 1
+        self.restarts[LossReason.DIED] += 1
         if self.on_replaced is not None:
             await self.on_replaced()
 

@@ -99,7 +99,8 @@ def test_a_resumed_run_does_again_what_the_checkpoint_lacks(
 def test_a_killed_learner_rank_is_replaced_and_the_workers_go_on(resumed: LiveRun) -> None:
     assert re.search(r"learner rank 0 died: .*; the learner is started again", resumed.output)
     assert re.search(r"the learner is back at step (8|9|10), as lineage 2", resumed.output)
-    assert resumed.summary()["rollout_restarts"] == 0
+    summary = resumed.summary()
+    assert (summary["rollout_restarts"], summary["learner_restarts"]) == (0, 1)
     assert resumed.output.count("rollout-0 is ready") == 1
     assert "Traceback" not in resumed.output
 

@@ -87,7 +87,7 @@ def test_the_step_that_died_is_done_by_another_group() -> None:
         assert await scene.learner.step(REQUEST) == RESULT
         assert first.calls == ["start", "restore", "step", "close"]
         assert second.calls == ["start", "restore", "publish", "step"]
-        assert (scene.learner.restarts, scene.published) == (1, 1)
+        assert (scene.learner.restarts.total(), scene.published) == (1, 1)
         assert "learner rank 0 died: killed in step; the learner is started again" in scene.notes
 
     asyncio.run(main())
@@ -111,7 +111,7 @@ def test_one_that_dies_before_it_stands_is_replaced_too(moment: str) -> None:
         await scene.learner.start()
         assert await scene.learner.step(REQUEST) == RESULT
         assert scene.restored[-1] is scene.groups[2]
-        assert (scene.learner.restarts, scene.published) == (1, 1)
+        assert (scene.learner.restarts.total(), scene.published) == (1, 1)
 
     asyncio.run(main())
 
@@ -138,7 +138,7 @@ def test_watch_and_step_replace_one_group_once() -> None:
         await scene.learner.start()
         watching = asyncio.create_task(scene.learner.watch())
         assert await scene.learner.step(REQUEST) == RESULT
-        assert scene.learner.restarts == 1
+        assert scene.learner.restarts.total() == 1
         watching.cancel()
 
     asyncio.run(main())
@@ -164,6 +164,6 @@ def test_an_error_of_the_batch_is_the_callers() -> None:
         scene = Scene(Refuses())
         with pytest.raises(ValueError, match="row 3"):
             await scene.learner.score([])
-        assert scene.learner.restarts == 0
+        assert scene.learner.restarts.total() == 0
 
     asyncio.run(main())
