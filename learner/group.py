@@ -150,9 +150,12 @@ class LearnerGroup:
         *chunks, last = collected[0]
         return await last, chunks
 
-    async def score(self, refs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    async def score(
+        self, refs: Sequence[Any], version: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """See `LearnerRank.score`."""
-        results = await self._call("score", list(refs), timeout_s=self._config.step_timeout_s)
+        timeout_s = self._config.step_timeout_s
+        results = await self._call("score", list(refs), version, timeout_s=timeout_s)
         return results[0]
 
     async def save(self, folder: str, *, keep: int, export: bool = True) -> None:

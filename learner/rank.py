@@ -5,6 +5,7 @@ calls in the same order, since each call takes collectives.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +136,14 @@ class LearnerRank:
         """Rank 0 yields the chunks (uint8 arrays) of the weights of `version` in the rollout dtype,
         then the `Publication` that describes them; the others yield nothing. ValueError for a
         version that is neither the current one nor kept."""
-        if version is None or version == self.version:
+        with self._under(version):
             yield from self._publish(label, probe)
+
+    @contextmanager
+    def _under(self, version: int | None) -> Iterator[None]:
+        """The weights of `version` in place; the current ones for None."""
+        if version is None or version == self.version:
+            yield
             return
         if version not in self._store.versions:
             raise ValueError(
@@ -145,7 +152,7 @@ class LearnerRank:
             )
         with self._store.borrowed() as load:
             load(version)
-            yield from self._publish(label, probe)
+            yield
 
     def _publish(
         self, label: str, probe: ProbeRequest | None
@@ -164,10 +171,14 @@ class LearnerRank:
         if leads:
             yield builder.finish(label, dtype, scores)
 
-    def score(self, refs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities of every response token of these batches under the current weights,
-        float32, flat in row order: at the sampling temperature, and at temperature 1."""
-        return self._scorer.everything(read_rows(self._fetch(refs)))
+    def score(
+        self, refs: Sequence[Any], version: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities of every response token of these batches under the weights of
+        `version`, by default the current ones; float32, flat in row order: at the sampling
+        temperature, and at temperature 1. ValueError for a version that is not kept."""
+        with self._under(version):
+            return self._scorer.everything(read_rows(self._fetch(refs)))
 
     def save(self, folder: str, *, keep: int, export: bool) -> None:
         """Write a checkpoint, with an `hf/` export inside it if asked, and commit it. Raises

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from actors.config import ProbeConfig
 from actors.parity import ParityReport, check_samples, tolerance
-from actors.trajectory import tokens
+from actors.trajectory import token_versions, tokens
 from orchestrator.calls import within
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
@@ -50,7 +50,9 @@ async def check_pair(
     batch: pa.RecordBatch = await within(
         batch_ref, config.rollout.progress_timeout_s, f"{worker.name} (start probe)"
     )
-    expected, raw = await learner.score([batch_ref])
+    # A schedule may have the workers serve an older version than the learner's.
+    version = int(token_versions(batch).max())
+    expected, raw = await learner.score([batch_ref], version)
     behavior, offsets = tokens(batch, "behavior_logprobs")
     allowed = tolerance(config.rollout.engine.dtype, config.learner.param_dtype, None)
     report = check_samples(behavior, expected, raw, offsets, allowed)

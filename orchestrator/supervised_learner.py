@@ -71,9 +71,9 @@ class SupervisedLearner:
         """See `LearnerGroup.step`."""
         return await self._call("its step", lambda group: group.step(request))
 
-    async def score(self, refs: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    async def score(self, refs: Sequence[Any], version: int) -> tuple[np.ndarray, np.ndarray]:
         """See `LearnerGroup.score`."""
-        return await self._call("log-probabilities", lambda group: group.score(refs))
+        return await self._call("log-probabilities", lambda group: group.score(refs, version))
 
     async def save(self, folder: str, *, keep: int, export: bool) -> None:
         """See `LearnerGroup.save`."""

@@ -157,13 +157,13 @@ def test_a_spent_budget_ends_the_run_and_names_the_rank() -> None:
 
 def test_an_error_of_the_batch_is_the_callers() -> None:
     class Refuses(GroupDouble):
-        async def score(self, refs: Sequence[Any]) -> Any:
+        async def score(self, refs: Sequence[Any], version: int | None = None) -> Any:
             raise ValueError("row 3 contradicts the request")
 
     async def main() -> None:
         scene = Scene(Refuses())
         with pytest.raises(ValueError, match="row 3"):
-            await scene.learner.score([])
+            await scene.learner.score([], 0)
         assert scene.learner.restarts.total() == 0
 
     asyncio.run(main())
