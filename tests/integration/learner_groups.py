@@ -163,8 +163,8 @@ def save_tiny_model(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def weights_of(group: LearnerGroup) -> dict[str, torch.Tensor]:
-    publication, refs = asyncio.run(group.publish("0.0"))
+def weights_of(group: LearnerGroup, version: int | None = None) -> dict[str, torch.Tensor]:
+    publication, refs = asyncio.run(group.publish("0.0", None, version))
     chunks = ray.get(refs)
     assert tuple(zlib.crc32(chunk) for chunk in chunks) == publication.crc32
     assert tuple(chunk.nbytes for chunk in chunks) == publication.nbytes

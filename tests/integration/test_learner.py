@@ -243,6 +243,26 @@ def test_publication_is_the_state_dict(groups, origin: Path, model: Path) -> Non
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
+def test_kept_versions_can_be_published_and_scored_with(groups, origin: Path) -> None:
+    group = groups[2]
+    asyncio.run(group.load(str(origin)))
+    entries = random_groups(seed=17, groups=2)
+    refs = [entry.ref for entry in entries]
+    then = []
+    for version in range(3):
+        then.append((weights_of(group), asyncio.run(group.score(refs))))
+        train(group, version, random_groups(seed=20 + version, version=version))
+    for version in (1, 2):
+        weights, (scaled, raw) = then[version]
+        kept = weights_of(group, version)
+        assert all(torch.equal(kept[name], weights[name]) for name in weights)
+        again = asyncio.run(group.score(refs, version))
+        assert np.array_equal(again[0], scaled) and np.array_equal(again[1], raw)
+    with pytest.raises(ValueError, match=r"version 0 is not kept; there are \[1, 2\]"):
+        weights_of(group, 0)
+    assert train(group, 3, random_groups(seed=23, version=3)).changed, "it is in step afterwards"
+
+
 def test_probe_scores_are_the_models(groups, origin: Path, model: Path) -> None:
     asyncio.run(groups[2].load(str(origin)))
     prefixes = ((5, 6, 7), (5, 6), (9, 8, 7, 6, 5), (5, 6, 7, 8))
