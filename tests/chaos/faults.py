@@ -108,6 +108,16 @@ def stop_engine(scene: Scene, chance: random.Random) -> None:
     _kill(scene.child("EngineCore"), signal.SIGSTOP)
 
 
+def slow_engine(scene: Scene, chance: random.Random) -> None:
+    """For a while the engine gets a tenth of its time."""
+    engine = scene.child("EngineCore")
+    for _ in range(30):
+        _kill(engine, signal.SIGSTOP)
+        time.sleep(0.45)
+        _kill(engine, signal.SIGCONT)
+        time.sleep(0.05)
+
+
 def kill_verifier_worker(scene: Scene, chance: random.Random) -> None:
     """The actor dies, with groups being scored."""
     _kill(chance.choice(scene.pids(Role.VERIFIER)))
@@ -170,6 +180,7 @@ FAULTS: tuple[Callable[[Scene, random.Random], None], ...] = (
     kill_rollout_worker,
     kill_engine,
     stop_engine,
+    slow_engine,
     kill_verifier_worker,
     stop_verifier_worker,
     kill_learner_rank,

@@ -49,10 +49,9 @@ class RayCluster:
         try:
             self._start_node(nodes[0], [*head, *_options(head_ports)])
             self._wait_for_nodes(1)
-            address = f"{ray.util.get_node_ip_address()}:{head_ports['port']}"
+            self.address = f"{ray.util.get_node_ip_address()}:{head_ports['port']}"
             for resources in nodes[1:]:
-                self._start_node(resources, [f"--address={address}"])
-            self._wait_for_nodes(len(nodes))
+                self.add_node(resources)
         except BaseException:
             self.stop()
             raise
@@ -82,20 +81,18 @@ class RayCluster:
         (node,) = (n for n in self.state("nodes") if resource in n["resources_total"])
         return node["node_id"]
 
+    def add_node(self, resources: Mapping[str, float]) -> None:
+        """Start another node and wait until the head knows it."""
+        self._start_node(resources, [f"--address={self.address}"])
+        self._wait_for_nodes(len(self._nodes))
+
+    def lose_node(self, number: int) -> None:
+        """Kill a node with everything on it."""
+        _kill_all([self._nodes.pop(number)])
+
     def stop(self) -> None:
         """End every process of the cluster, jobs included."""
-        family: list[psutil.Process] = []
-        for node in self._nodes:
-            process = psutil.Process(node.pid)
-            family += [*process.children(recursive=True), process]
-        for process in family:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        for node in self._nodes:
-            node.wait()
-        psutil.wait_procs(family)
+        _kill_all(self._nodes)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start_node(self, resources: Mapping[str, float], options: Sequence[str]) -> None:
@@ -123,12 +120,28 @@ class RayCluster:
             for number, node in enumerate(self._nodes):
                 assert node.poll() is None, (self.folder / f"node-{number}.log").read_text()
             try:
-                if len(self.state("nodes")) == count:
+                alive = [node for node in self.state("nodes") if node["state"] == "ALIVE"]
+                if len(alive) == count:
                     return
             except (URLError, OSError, ValueError, KeyError):
                 pass  # The dashboard answers before it knows the nodes.
             time.sleep(0.3)
         raise AssertionError(f"no cluster of {count} nodes within {START_LIMIT_S:.0f} s")
+
+
+def _kill_all(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
+    family: list[psutil.Process] = []
+    for node in nodes:
+        process = psutil.Process(node.pid)
+        family += [*process.children(recursive=True), process]
+    for process in family:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    for node in nodes:
+        node.wait()
+    psutil.wait_procs(family)
 
 
 def _options(values: Mapping[str, int]) -> list[str]:
