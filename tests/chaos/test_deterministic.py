@@ -10,7 +10,7 @@ from live import QUICKSTART, LiveRun
 
 from orchestrator.history.replay import compare
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.heavy]
 
 STEPS = 8
 OPTIONS = [
