@@ -3,8 +3,8 @@
 A checkpoint is a folder `step_N` that holds `learner/` (torch.distributed.checkpoint), per rank a
 file of random-number state and one of the kept versions, `state.json` and, once everything else is
 there, `COMPLETE`. It is
-written under a temporary name in the same place, so that whoever shares the folder may add to it
-before it is committed by one rename. The folder must be visible to every rank.
+written under a temporary name in the same place and committed by one rename. The folder must be
+visible to every rank.
 """
 
 import json
@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.collective import Collective
 from learner.layout import COMPLETE
-from learner.messages import CheckpointError, LearnerState
+from learner.messages import CheckpointError, LearnerState, NotWritten
 from learner.optimizer import Optimizer
 from learner.versions import VersionStore
 
 _STATE = "state.json"
 _TENSORS = "learner"
 _FORMAT = 2
+_LITTLE_BYTES = 1 << 30
 
 
 def staging_folder(folder: Path) -> Path:
@@ -55,7 +56,7 @@ def save_state(
 ) -> None:
     """Write everything but the marker into `staging`, which is emptied first. All ranks call.
 
-    Raises CheckpointError where the disk does not take it.
+    Raises NotWritten.
     """
 
     def make_room() -> None:
@@ -64,8 +65,8 @@ def save_state(
             staging.mkdir(parents=True)
 
     def write_the_rest() -> None:
-        torch.save(_random_state(), staging / f"random-{ranks.rank}.pt")
-        torch.save(store.copies(), staging / f"kept-{ranks.rank}.pt")
+        _save(_random_state(), staging / f"random-{ranks.rank}.pt")
+        _save(store.copies(), staging / f"kept-{ranks.rank}.pt")
         if ranks.rank == 0:
             content = {
                 "format": _FORMAT,
@@ -85,12 +86,12 @@ def save_state(
 
 
 def writing(path: Path, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, which writes files at `path`, with a CheckpointError where the disk refuses."""
+    """`work`, which writes files at `path`, with NotWritten where they cannot be."""
 
     def attempt() -> None:
         try:
             work()
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+        except OSError as error:
             raise _not_written(path, error) from error
 
     return attempt
@@ -101,12 +102,21 @@ def discard(folder: Path) -> None:
     shutil.rmtree(staging_folder(folder), ignore_errors=True)
 
 
-def _not_written(path: Path, cause: BaseException) -> CheckpointError:
-    free = shutil.disk_usage(path.parent if path.parent.exists() else "/").free
-    return CheckpointError(
-        f"{path.parent} did not take a checkpoint: {str(cause).splitlines()[0]} ({free >> 20} MiB "
-        "are free). Free space, or keep fewer checkpoints (checkpoint.keep)"
-    )
+def _save(content: Any, path: Path) -> None:
+    """torch.save, which says RuntimeError when the disk is full."""
+    try:
+        torch.save(content, path)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+
+
+def _not_written(path: Path, cause: BaseException) -> NotWritten:
+    lines = str(cause).splitlines() or [type(cause).__name__]
+    text = f"no checkpoint was written to {path.parent}: {lines[0]}"
+    free = shutil.disk_usage(path.parent).free if path.parent.exists() else 0
+    if free < _LITTLE_BYTES:
+        text += f" ({free >> 20} MiB are free: free space, or lower checkpoint.keep)"
+    return NotWritten(text)
 
 
 def commit(folder: Path, *, keep: int) -> None:
@@ -126,7 +136,10 @@ def commit(folder: Path, *, keep: int) -> None:
     for old in complete_checkpoints(folder.parent)[:-keep]:
         # Without its marker an interrupted removal is no checkpoint.
         (old / COMPLETE).unlink()
-        shutil.rmtree(old)
+    for left in (*folder.parent.glob(".step_*.partial"), *folder.parent.glob("step_*")):
+        # Of this removal, or of a save or a removal that was interrupted.
+        if left.is_dir() and not (left / COMPLETE).exists():
+            shutil.rmtree(left)
 
 
 def recover_replaced(parent: Path) -> None:

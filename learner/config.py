@@ -141,6 +141,8 @@ class LearnerConfig(_Config):
 
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline for all ranks to load the model and form their group."""
+    save_timeout_s: float = Field(default=3600.0, gt=0)
+    """Longest time of a checkpoint, before the learner counts as dead."""
     step_timeout_s: float = Field(default=1800.0, gt=0)
     """Deadline of one batch step."""
     collective_timeout_s: float = Field(default=600.0, gt=0)

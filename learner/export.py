@@ -25,7 +25,7 @@ def export_hf(
 
     `source` is the model that training started from; whatever its folder holds besides weights is
     copied as it is. All ranks call this, rank 0 writes; `folder` must not exist. Weights are
-    gathered one layer group at a time. Raises CheckpointError where the disk does not take it.
+    gathered one layer group at a time. Raises NotWritten.
     """
     total = chunk_count(policy, dtype)
     writer = _Writer(source, folder, dtype, total) if ranks.rank == 0 else None

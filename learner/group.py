@@ -160,9 +160,9 @@ class LearnerGroup:
 
     async def save(self, folder: str, *, keep: int, export: bool = True) -> None:
         """Write and commit checkpoint `folder` (named step_N, visible to all ranks), keep the
-        `keep` newest beside it."""
+        `keep` newest beside it. NotWritten where that fails."""
         await self._call(
-            "save", folder, keep=keep, export=export, timeout_s=self._config.step_timeout_s
+            "save", folder, keep=keep, export=export, timeout_s=self._config.save_timeout_s
         )
 
     async def load(self, folder: str) -> LearnerState:

@@ -15,6 +15,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be read; the message says what was expected."""
 
 
+class NotWritten(ValueError):
+    """A checkpoint cannot be written; those before it are as they were."""
+
+
 @dataclass(frozen=True)
 class LearnerSpec:
     """What all ranks of a learner are built from.

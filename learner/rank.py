@@ -22,9 +22,9 @@ from learner.collective import join, open_store
 from learner.critic import Critic
 from learner.export import export_hf
 from learner.messages import (
-    CheckpointError,
     LearnerSpec,
     LearnerState,
+    NotWritten,
     ProbeRequest,
     ProbeScores,
     Publication,
@@ -182,27 +182,23 @@ class LearnerRank:
 
     def save(self, folder: str, *, keep: int, export: bool) -> None:
         """Write a checkpoint, with an `hf/` export inside it if asked, and commit it. Raises
-        CheckpointError where the disk does not take it; older ones are as they were."""
+        NotWritten where that fails; older ones are as they were."""
         target = Path(folder)
+        staging = checkpoint.staging_folder(target)
+        state = LearnerState(self.version, self._optimizer.batches)
 
         def commit() -> None:
             if self._rank == 0:
                 checkpoint.commit(target, keep=keep)
 
         try:
-            self.stage(folder, export=export)
+            checkpoint.save_state(staging, self._parts(), self._store, self._ranks, state)
+            if export:
+                self.export(str(staging / "hf"))
             self._ranks.together(checkpoint.writing(target, commit))
-        except CheckpointError:
+        except NotWritten:
             checkpoint.discard(target)
             raise
-
-    def stage(self, folder: str, *, export: bool) -> None:
-        """As `save`, but leaves the checkpoint in its staging folder, for others to add to."""
-        staging = checkpoint.staging_folder(Path(folder))
-        state = LearnerState(self.version, self._optimizer.batches)
-        checkpoint.save_state(staging, self._parts(), self._store, self._ranks, state)
-        if export:
-            self.export(str(staging / "hf"))
 
     def load(self, folder: str) -> LearnerState:
         """Continue from a checkpoint, with the versions that were kept then."""

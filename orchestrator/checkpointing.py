@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from learner.messages import CheckpointError
+from learner.messages import NotWritten
 from orchestrator.calls import within
 from orchestrator.errors import RunError
 from orchestrator.flow import Flow
@@ -17,6 +17,10 @@ from orchestrator.reporting import Reporter
 from orchestrator.run_directory import RunDirectory
 from orchestrator.store import STORE_TIMEOUT_S
 from orchestrator.supervised_learner import SupervisedLearner
+
+
+class CheckpointFailed(RunError):
+    """No checkpoint was written; the ones before it are as they were."""
 
 
 class Checkpointing:
@@ -42,7 +46,7 @@ class Checkpointing:
 
     async def save(self) -> Path:
         """The checkpoint of the flow's current step, written unless it is there; beyond `keep`,
-        older ones go. Raises RunError where it cannot be written, and older ones stay."""
+        older ones go. Raises CheckpointFailed where it cannot be written, and older ones stay."""
         flow = self._flow
         path = self._directory.checkpoint(flow.step)
         if flow.step == self.saved_step:
@@ -50,11 +54,11 @@ class Checkpointing:
         started = time.monotonic()
         try:
             # A checkpoint ahead of the ledger could not be resumed from.
-            await flow.flush()
+            await flow.flush(durably=True)
             await self._learner.save(str(path), keep=self._config.keep, export=self._config.export)
-        except CheckpointError as error:
+        except NotWritten as error:
             self._reporter.checkpoint_failed()
-            raise RunError(f"{error}.", culprit="learner-0") from error
+            raise CheckpointFailed(f"{error}.", culprit="learner-0") from error
         self.saved_step = flow.step
         self._reporter.checkpointed(flow.step, time.monotonic() - started)
         await self._trim_log()
@@ -65,7 +69,7 @@ class Checkpointing:
         done again from the one before."""
         try:
             await self.save()
-        except RunError as error:
+        except CheckpointFailed as error:
             self._reporter.note(f"the run goes on without this checkpoint: {error}")
 
     async def _trim_log(self) -> None:

@@ -126,7 +126,7 @@ def _add_configured(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         nargs="?",
         const="latest",
         metavar="RUN",
-        help="go on from the last checkpoint of RUN, a directory or a name in the runs folder "
+        help="go on after the last step of RUN, a directory or a name in the runs folder "
         "(default: the newest run); write it after CONFIG",
     )
     run.add_argument(

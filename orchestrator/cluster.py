@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import (
 from actors.process_log import redirect_output
 from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
+from learner.messages import LearnerSpec
 from orchestrator.capacity import Node, capacity_problems
 from orchestrator.config import RunConfig
 from orchestrator.errors import RunError
@@ -197,6 +198,19 @@ def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:
         ).remote(name, config.verifiers, config.model.path, str(logs / f"{name}.log"))
 
     return spawn
+
+
+def learner_spec(config: RunConfig, logs: Path) -> LearnerSpec:
+    """What the learner ranks of a run are built from."""
+    return LearnerSpec(
+        model=config.model.path,
+        config=config.learner,
+        objective=config.learner.objective,
+        max_response_tokens=config.rollout.sampling.max_tokens,
+        rollout_dtype=config.rollout.engine.dtype,
+        seed=config.seed,
+        logs=str(logs),
+    )
 
 
 class _StoreActor(TrajectoryStore):

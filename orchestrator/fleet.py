@@ -206,7 +206,8 @@ class Fleet:
 
     async def _launch_later(self, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        while self.count(WorkerState.STARTING) >= self._starts_at_once():
+        limit = self._starts_at_once()
+        while self.count(WorkerState.STARTING) >= limit:
             await self._changed.wait()
         # From here on the worker itself counts as coming.
         self._delayed.discard(asyncio.current_task())

@@ -7,7 +7,7 @@ it what happened, and wait for its signal.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from actors.trajectory import WeightLabel
@@ -18,13 +18,15 @@ from orchestrator.admission import Admission, StalePolicy, drops_group
 from orchestrator.config import RunConfig
 from orchestrator.cursor import TaskCursor
 from orchestrator.errors import RunError
-from orchestrator.history.ledger import Ledger
-from orchestrator.history.trajectory_log import GroupKey, Retention
+from orchestrator.history.ledger import Ledger, LiveGroup
+from orchestrator.history.retention import Retention
+from orchestrator.history.trajectory_log import GroupKey
 from orchestrator.history.transitions import (
     Admitted,
     Dropped,
     Failed,
     Generated,
+    GroupState,
     Journal,
     Ready,
     Retried,
@@ -139,7 +141,7 @@ class Flow:
         limit = self._config.supervision.attempts
         pardons = lease.pardoned + pardoned
         if lease.attempt + 1 - pardons < limit:
-            self._apply(Retried(lease.group_id, reason, detail))
+            self._apply(Retried(lease.group_id, reason, detail, pardoned))
             self._admission.retry(lease.group_id)
             self._leases[lease.group_id] = replace(
                 lease, attempt=lease.attempt + 1, pardoned=pardons
@@ -237,10 +239,11 @@ class Flow:
         if not result.changed:
             self._count_untrained("the last batch changed nothing", len(attempts))
 
-    async def flush(self) -> None:
-        """Return once all that happened so far would survive the end of this process."""
+    async def flush(self, *, durably: bool = False) -> None:
+        """Return once all that happened so far would survive the end of this process; `durably`,
+        that of the machine too."""
         if self._journal is not None:
-            await self._journal.flush()
+            await self._journal.flush(durably=durably)
 
     def _drop_stale(self) -> bool:
         """Drop ready groups that the policy refuses; whether there were any."""
@@ -351,24 +354,33 @@ class Flow:
         """Segments of the trajectory log that only steps before this checkpoint used."""
         return self._retention.release(oldest_checkpoint)
 
+    def replay(self, history: Iterable[Transition]) -> Ledger:
+        """The ledger that a history leads to; `restore` takes it up. Slow for a long history."""
+        self._waves, self._retention = self._new_waves(), Retention()
+
+        def follow(transition: Transition) -> None:
+            if self._waves is not None:
+                self._waves.apply(transition)
+            self._retention.apply(transition)
+
+        return Ledger.replayed(history, self._journal, follow)
+
     def restore(
         self,
-        history: Sequence[Transition],
         ledger: Ledger,
         ready: Mapping[GroupKey, ReadyGroup],
+        segments: Mapping[GroupKey, int],
         *,
         lineage: int,
     ) -> None:
-        """Continue from a history and the ledger that it leads to, as `lineage`. `ready` has the
-        content of its ready groups; a group without any keeps its place and is generated again.
+        """Continue from a ledger that was replayed, as `lineage`. `ready` has the content of its
+        ready groups, `segments` where the trajectory log has what it has; a ready group without
+        content keeps its place and is generated once more.
 
-        Raises RunError when the data no longer holds a task that was under way.
+        Raises RunError when the data no longer holds a task that was under way, and when content is
+        missing that a schedule would have to generate with older weights.
         """
         self.ledger, self.lineage = ledger, lineage
-        self._waves = self._new_waves()
-        if self._waves is not None:
-            for transition in history:
-                self._waves.apply(transition)
         self._cursor = TaskCursor(len(self._tasks), self._config.seed, drawn=ledger.admitted)
         under_way = ledger.unfinished()
         self._admission = Admission(
@@ -378,20 +390,30 @@ class Flow:
             next_group=ledger.next_group,
             live=under_way,
         )
-        self._queue, self._retention, self._leases = self._new_queue(), Retention(), {}
+        self._retention.found(segments)
+        self._queue, self._leases = self._new_queue(), {}
         for group_id in under_way:
             group = ledger.group(group_id)
             assert group is not None
-            self._queue.take_back(group_id)
-            lease = new_lease(self._config, group_id, self._task(group.task_id), group.attempt)
-            self._leases[group_id] = lease
-            if content := ready.get((group_id, group.attempt)):
-                self._retention.kept(group_id, content.segment)
-                self._queue.put(group_id, content, content.nbytes, time.monotonic())
-            else:
-                detail = f"its {group.state} content did not survive"
-                self.attempt_failed(lease, "resumed", detail, pardoned=True)
+            self._take_back(group_id, group, ready.get((group_id, group.attempt)))
         self.changed.notify()
+
+    def _take_back(self, group_id: int, group: LiveGroup, content: ReadyGroup | None) -> None:
+        self._queue.take_back(group_id)
+        task = self._task(group.task_id)
+        lease = new_lease(self._config, group_id, task, group.attempt, group.pardoned)
+        self._leases[group_id] = lease
+        if content is not None:
+            self._retention.kept(group_id, content.segment)
+            self._queue.put(group_id, content, content.nbytes, time.monotonic())
+            return
+        if group.state is GroupState.READY and self._waves is not None:
+            raise RunError(
+                f"group {group_id} was ready and is not in the trajectory log any more. A "
+                "deterministic run cannot generate it again with the weights it had then."
+            )
+        detail = f"its {group.state} content did not survive"
+        self.attempt_failed(lease, "resumed", detail, pardoned=True)
 
     def _task(self, task_id: str) -> Task:
         try:

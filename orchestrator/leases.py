@@ -23,11 +23,13 @@ class Lease:
     """Of the attempts before this one, those that do not count against the limit."""
 
 
-def new_lease(config: RunConfig, group_id: int, task: Task, attempt: int = 0) -> Lease:
+def new_lease(
+    config: RunConfig, group_id: int, task: Task, attempt: int = 0, pardoned: int = 0
+) -> Lease:
     """The lease of a group that is admitted, or taken up again at `attempt`."""
     rollout = config.rollout
     seed = None
     if rollout.seeded:
         # Sample i of a group draws from seed + i: groups must not share seeds.
         seed = config.seed * SEED_STRIDE + group_id * rollout.samples_per_group
-    return Lease(group_id, attempt, task, rollout.samples_per_group, seed)
+    return Lease(group_id, attempt, task, rollout.samples_per_group, seed, pardoned)

@@ -259,6 +259,8 @@ class LiveRun:
         if max_staleness is not None and not 0 <= max_staleness <= MAX_STALENESS:
             raise InvalidRequest(f"max_staleness {max_staleness}: expected 0 to {MAX_STALENESS}.")
         self._require_live("limits can be changed")
+        if self.parts.config.deterministic:
+            raise InvalidRequest("the limits of a deterministic run belong to its schedule.")
         before = self.parts.flow.limits
         try:
             limits = self.parts.flow.set_limits(max_staleness=max_staleness, max_groups=max_groups)

@@ -24,8 +24,9 @@ class EvaluationConfig(Table):
 class CheckpointConfig(Table):
     """Saving of the learner's state; the end of a run always saves."""
 
-    every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0 for only at the end."""
+    every: Annotated[int, Field(ge=0)] = 50
+    """Steps between checkpoints, and so the most that has to be done again after a crash; 0 for
+    only at the end."""
     keep: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints to keep."""
     export: bool = True

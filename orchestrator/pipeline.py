@@ -7,7 +7,6 @@ few endless loops; one that ends by itself ends the run with its name and cause.
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,7 +15,6 @@ from ray.exceptions import RayActorError
 from actors.trajectory import TrajectoryMeta, WeightLabel
 from actors.weights import remove_staged
 from learner.group import LearnerGroup
-from learner.messages import LearnerSpec
 from orchestrator import cluster
 from orchestrator.autoscaling import autoscale
 from orchestrator.bottleneck import Phase
@@ -27,7 +25,6 @@ from orchestrator.evaluation import Evaluation, EvaluationResult
 from orchestrator.fleet import Fleet
 from orchestrator.flow import Flow
 from orchestrator.generation import Generation
-from orchestrator.history.ledger import Ledger
 from orchestrator.history.ledger_file import LedgerFile
 from orchestrator.history.redo import Redo, recall
 from orchestrator.live_run import LiveRun, Parts
@@ -179,8 +176,14 @@ class Pipeline:
         )
 
     def _supervised_learner(self) -> SupervisedLearner:
-        redo = Redo(self._directory, self._ledger_file, self._store, self._reporter.note)
-        spec = learner_spec(self._config, self._directory.logs)
+        redo = Redo(
+            self._directory,
+            self._ledger_file,
+            self._store,
+            note=self._reporter.note,
+            progressed=self.changed.notify,
+        )
+        spec = cluster.learner_spec(self._config, self._directory.logs)
         learner = SupervisedLearner(
             lambda: LearnerGroup(spec),
             lambda group: redo(group, step=self.flow.step),
@@ -307,12 +310,14 @@ class Pipeline:
 
     async def _restore(self) -> None:
         """Put the flow where it was when the run ended, whatever ended it."""
-        history = list(self._ledger_file.read())
-        ledger = Ledger.replayed(history, self._ledger_file)
+        ledger = await asyncio.to_thread(self.flow.replay, self._ledger_file.read())
+        self._directory.set_aside_after(ledger.step)
         ready = await recall(self._store, ledger.ready())
-        self.flow.restore(history, ledger, ready, lineage=self._directory.next_lineage())
-        steps = self._directory.checkpoint_steps()
-        self._checkpointing.saved_step = max(steps, default=None)
+        segments = await within(
+            self._store.index.remote(), STORE_TIMEOUT_S, "reading the trajectory log"
+        )
+        self.flow.restore(ledger, ready, segments, lineage=self._directory.next_lineage())
+        self._checkpointing.saved_step = max(self._directory.checkpoint_steps(), default=None)
         self._reporter.resumed(self.flow, ready_groups=len(ready))
 
     async def _publish_anew(self) -> None:
@@ -323,10 +328,10 @@ class Pipeline:
 
     async def _publish_needed(self) -> None:
         """Publish the newest weights, after those that a schedule still needs."""
-        newest = self.flow.label
-        oldest = self.flow.scheduled_version
-        for version in range(newest.version if oldest is None else oldest, newest.version + 1):
-            await self._sync.publish(WeightLabel(newest.lineage, version))
+        newest, oldest = self.flow.version, self.flow.scheduled_version
+        for version in range(newest if oldest is None else oldest, newest + 1):
+            # The lineage of now: the learner may have been replaced since the last one.
+            await self._sync.publish(WeightLabel(self.flow.lineage, version))
 
     async def _watch_store(self) -> None:
         """Loop: notice when the store is gone. Ended by RunError or by cancellation."""
@@ -378,19 +383,6 @@ class Pipeline:
         finally:
             ray.kill(self._store)
             remove_staged(self._run_id)
-
-
-def learner_spec(config: RunConfig, logs: Path) -> LearnerSpec:
-    """What the learner ranks of a run are built from."""
-    return LearnerSpec(
-        model=config.model.path,
-        config=config.learner,
-        objective=config.learner.objective,
-        max_response_tokens=config.rollout.sampling.max_tokens,
-        rollout_dtype=config.rollout.engine.dtype,
-        seed=config.seed,
-        logs=str(logs),
-    )
 
 
 def verify_timeout_s(config: RunConfig) -> float:

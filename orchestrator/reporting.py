@@ -28,6 +28,8 @@ from orchestrator.supervised_learner import SupervisedLearner
 from orchestrator.verification import Verification
 
 GAUGE_PERIOD_S = 0.1
+GAUGE_SAMPLES = 6000
+"""Of one step: the last ten minutes of a long one."""
 SNAPSHOT_PERIOD_S = 1.0
 RECENT_STEPS = 5
 STALENESS_PREFIX = "staleness_tokens/"
@@ -43,7 +45,7 @@ class Reporter:
         self._console = console
         self._metrics = metrics
         self._lines = lines
-        self._samples: list[FlowGauges] = []
+        self._samples: deque[FlowGauges] = deque(maxlen=GAUGE_SAMPLES)
         self._paused_s = 0.0
         self._staleness: Counter[int] = Counter()
         self._trained_samples = 0
@@ -113,8 +115,8 @@ class Reporter:
         )
 
     def _gauges_of_step(self, seconds: float) -> FlowGauges:
-        samples = self._samples or [self._gauges_now()]
-        self._samples = []
+        samples = list(self._samples) or [self._gauges_now()]
+        self._samples.clear()
         paused, self._paused_s = self._paused_s, 0.0
         workers = max(1, len(self._rollout.ready()))
 

@@ -9,7 +9,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
 from orchestrator.control.server import ControlServer
-from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, RunError
+from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Problem, RunError
 from orchestrator.flow import Flow
-from orchestrator.history.ledger_file import LedgerFile
+from orchestrator.history.ledger_file import LedgerFile, steps_after
 from orchestrator.history.resuming import differences, refusals
 from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
@@ -64,7 +64,6 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         )
     directory = _directory(config, runs_folder, resume, console)
     _log_to(directory)
-    directory.write_config(config.model_dump(mode="json"))
     console.note(f"run directory: {directory.path}")
     meta = TrajectoryMeta(tokenizer=fingerprint(tokenizer), model=config.model.path)
     metrics = Metrics(
@@ -77,6 +76,7 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
         JsonLines(directory.metrics_jsonl) as lines,
         closing(_ledger_file(directory, tasks, resume is not None)) as ledger_file,
     ):
+        directory.write_config(config.model_dump(mode="json"))
         reporter = Reporter(config, console, metrics, lines)
         try:
             if config.metrics.enabled:
@@ -95,17 +95,22 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             logger.error("the run failed: %s", error)
             if error.culprit:
                 console.log_tail(directory.logs / f"{error.culprit}.log")
-            if done := ledger_file.steps_after(0):
-                console.note(
-                    f"{len(done)} steps are kept: `slipstream run CONFIG --resume "
-                    f"{directory.path.name}` goes on after them"
-                )
+            _tell_how_to_go_on(console, directory, ledger_file)
             raise
         finally:
             ray.shutdown()
             metrics.close()
             directory.write_targets([])
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_OK
+
+
+def _tell_how_to_go_on(console: Console, directory: RunDirectory, ledger_file: LedgerFile) -> None:
+    with suppress(RunError):  # the ledger itself may be what failed
+        if done := ledger_file.steps_after(0):
+            console.note(
+                f"{len(done)} steps are kept: `slipstream run CONFIG --resume "
+                f"{directory.path.name}` goes on after them"
+            )
 
 
 async def _play(
@@ -186,12 +191,33 @@ def _directory(
     directory = RunDirectory.find(runs_folder, str(resume))
     directory.lock()
     changes = differences(directory.read_config(), config.model_dump(mode="json"))
-    if problems := refusals(changes):
+    problems = refusals(changes)
+    if "learner.ranks" in changes:
+        problems += _ranks_refused(directory, config)
+    if problems:
         raise ConfigError(f"{directory.path.name} cannot be resumed with this config", problems)
     for key, (old, new) in changes.items():
         console.note(f"changed since the run was started: {key} {old} -> {new}")
     directory.point_latest()
     return directory
+
+
+def _ranks_refused(directory: RunDirectory, config: RunConfig) -> list[Problem]:
+    """Steps can only be done again by as many ranks, which also keep the versions for it."""
+    newest = max(directory.checkpoint_steps(), default=0)
+    again = steps_after(directory.ledger, newest)
+    if not again and not config.deterministic:
+        return []
+    return [
+        Problem(
+            "learner.ranks",
+            f"{config.learner.ranks} ranks cannot do steps again that others did"
+            if again
+            else "a deterministic run keeps its number of ranks",
+            "the number that the run had",
+            "Stop a run with `slipstream stop`, which saves, before you change it.",
+        )
+    ]
 
 
 def _ledger_file(directory: RunDirectory, tasks: Tasks, resumed: bool) -> LedgerFile:

@@ -127,6 +127,14 @@ class RunDirectory:
             }
         )
 
+    def set_aside_after(self, step: int) -> None:
+        """Make checkpoints beyond `step` none: of a history that the ledger has lost, as after a
+        power failure."""
+        for number in self.checkpoint_steps():
+            if number > step:
+                path = self.checkpoint(number)
+                path.rename(path.with_name(f"lost_{path.name}"))
+
     def lock(self) -> None:
         """Let this process be the only one that runs in here, for as long as it lives.
 
@@ -147,7 +155,7 @@ class RunDirectory:
         # The handle stays open on purpose: the lock ends with the process.
 
     def next_lineage(self) -> int:
-        """A number that no earlier resume of this run has had; the first run is lineage 0."""
+        """A number that no earlier resume or recovery of this run has had; a run begins with 0."""
         path = self.path / "lineage.json"
         last = json.loads(path.read_text())["lineage"] if path.is_file() else 0
         write_json(path, {"lineage": last + 1})

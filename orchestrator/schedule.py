@@ -76,4 +76,5 @@ class Waves:
         return batches * self._batch_groups
 
     def _complete(self) -> bool:
-        return not self._unresolved and len(self._useful) == self._size()
+        # More than its size: the run was made shorter after they had been generated.
+        return not self._unresolved and len(self._useful) >= self._size()

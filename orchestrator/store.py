@@ -73,6 +73,10 @@ class TrajectoryStore:
             for key, (segment, batch) in found.items()
         }
 
+    def index(self) -> dict[GroupKey, int]:
+        """The segment of every group in the log."""
+        return self._log.index()
+
     def forget(self, segments: Collection[int]) -> None:
         """Delete segments of the log that nothing needs any more."""
         self._log.forget(segments)

@@ -59,13 +59,9 @@ class SupervisedLearner:
         return self._group.infos
 
     async def start(self) -> None:
-        """Start the ranks and bring them to where the run is. Raises ModelError when the model
-        does not load."""
-        group = self._group
-        try:
-            await self._bring_up(group)
-        except LearnerDied as error:
-            await self._replace(group, error)
+        """Start the ranks and bring them to where the run is. Raises ModelError when the model does
+        not load, LearnerDied when they do not come up: that is not tried again."""
+        await self._bring_up(self._group)
 
     async def step(self, request: StepRequest) -> StepResult:
         """See `LearnerGroup.step`."""

@@ -30,9 +30,7 @@ class Tasks:
         """Hash of the training tasks in their order."""
         digest = hashlib.sha256()
         for task in self.train:
-            digest.update(
-                repr((task.task_id, task.prompt_ids, task.answer, task.verifier)).encode()
-            )
+            digest.update(repr(task).encode())
         return digest.hexdigest()[:16]
 
     @property

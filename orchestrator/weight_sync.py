@@ -134,9 +134,11 @@ class WeightSync:
         async with asyncio.TaskGroup() as group:
             while True:
                 for worker in self._fleet.ready():
-                    if self._behind(worker) and self._may_load(worker):
+                    target = self._target
+                    if target is not None and self._behind(worker) and self._may_load(worker):
                         self._syncing.add(worker.name)
-                        group.create_task(self._sync(worker), name=f"sync {worker.name}")
+                        sync = self._sync(worker, target)
+                        group.create_task(sync, name=f"sync {worker.name}")
                 await self._changed.wait()
 
     async def sync_all(self) -> None:
@@ -157,9 +159,7 @@ class WeightSync:
     def _may_load(self, worker: Worker) -> bool:
         return self._scheduled() is None or not worker.in_flight
 
-    async def _sync(self, worker: Worker) -> None:
-        manifest = self._target
-        assert manifest is not None
+    async def _sync(self, worker: Worker, manifest: WeightManifest) -> None:
         try:
             report = await self._load(worker.actor, worker.name, manifest)
         except (RayError, DeadlineExceeded) as error:

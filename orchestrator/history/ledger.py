@@ -13,7 +13,7 @@ transition; failed tasks are counted apart.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, assert_never
 
@@ -45,6 +45,8 @@ class LiveGroup:
     task_id: str
     samples: int
     attempt: int = 0
+    pardoned: int = 0
+    """Of the attempts before this one, those that do not count."""
     state: GroupState = GroupState.ADMITTED
     response_tokens: tuple[int, ...] = ()
     """Lengths of the current attempt's samples; empty until they are generated."""
@@ -108,14 +110,21 @@ class Ledger:
         self._failed: dict[str, int] = {}
 
     @classmethod
-    def replayed(cls, history: Iterable[Transition], journal: Journal | None = None) -> Self:
-        """The ledger that `history` leads to; what follows goes to `journal`.
+    def replayed(
+        cls,
+        history: Iterable[Transition],
+        journal: Journal | None = None,
+        also: Callable[[Transition], None] = lambda transition: None,
+    ) -> Self:
+        """The ledger that `history` leads to; what comes later goes to `journal`. `also` is told
+        each transition too.
 
         Raises LedgerError at the first transition that cannot follow those before it.
         """
         ledger = cls()
         for transition in history:
             ledger._apply(transition)
+            also(transition)
         ledger._journal = journal
         ledger.check()
         return ledger
@@ -214,6 +223,7 @@ class Ledger:
             case Retried():
                 group = self._take_samples(transition, Fate.SUPERSEDED)
                 group.attempt += 1
+                group.pardoned += transition.pardoned
                 group.state = GroupState.ADMITTED
             case Consumed():
                 self._consume(transition)

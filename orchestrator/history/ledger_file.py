@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, suppress
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, get_args
@@ -26,8 +26,10 @@ from orchestrator.history.transitions import GroupTransition, Stepped, Transitio
 FORMAT = "1"
 BATCH_ITEMS = 4096
 """Appends after which a transaction is closed although more are waiting."""
+LOCK_TIMEOUT_S = 60.0
+"""Others only read; a reader that copies the file may hold its lock for a while."""
 _KINDS: dict[str, type] = {kind.__name__: kind for kind in (*get_args(GroupTransition), Stepped)}
-_FIELDS = {kind: tuple(field.name for field in fields(kind)) for kind in _KINDS.values()}
+_FIELDS = {kind: tuple(f.name for f in fields(kind)) for kind in _KINDS.values()}
 _SCHEMA = """
 CREATE TABLE about (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE transitions (
@@ -38,6 +40,14 @@ CREATE TABLE transitions (
 );
 CREATE INDEX steps ON transitions (subject) WHERE kind = 'Stepped';
 """
+
+
+@dataclass(frozen=True, eq=False)
+class _Flush:
+    """Somebody waits for everything before it."""
+
+    durably: bool
+    done: "Future[None]" = field(default_factory=Future)
 
 
 class LedgerFile:
@@ -51,7 +61,7 @@ class LedgerFile:
         found = self.about().get("format")
         if found != FORMAT:
             raise RunError(f"{path} has format {found!r}, this version reads {FORMAT!r}.")
-        self._queue: SimpleQueue[Sequence[Transition] | Future[None] | None] = SimpleQueue()
+        self._queue: SimpleQueue[Sequence[Transition] | _Flush | None] = SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="ledger", daemon=True)
         self._writer.start()
 
@@ -87,15 +97,16 @@ class LedgerFile:
         self._require_sound()
         self._queue.put(transitions)
 
-    async def flush(self) -> None:
-        """Return once everything appended so far survives the end of this process.
+    async def flush(self, *, durably: bool = False) -> None:
+        """Return once everything appended so far survives the end of this process; `durably`, that
+        of the machine too.
 
         Raises RunError when it could not be kept.
         """
         self._require_sound()
-        done: Future[None] = Future()
-        self._queue.put(done)
-        await asyncio.wrap_future(done)
+        asked = _Flush(durably)
+        self._queue.put(asked)
+        await asyncio.wrap_future(asked.done)
         self._require_sound()
 
     def close(self) -> None:
@@ -111,12 +122,7 @@ class LedgerFile:
 
     def steps_after(self, step: int) -> list[Stepped]:
         """Batch steps above `step`, in order."""
-        query = (
-            "SELECT kind, content FROM transitions WHERE kind = 'Stepped' AND subject > ? "
-            "ORDER BY subject"
-        )
-        found = list(_rows(self._path, query, step))
-        return [transition for transition in found if isinstance(transition, Stepped)]
+        return steps_after(self._path, step)
 
     def _require_sound(self) -> None:
         if self._failure is not None:
@@ -126,33 +132,54 @@ class LedgerFile:
             ) from self._failure
 
     def _write(self) -> None:
-        """The thread: whatever is waiting becomes one transaction."""
-        with closing(sqlite3.connect(self._path)) as connection:
-            connection.execute("PRAGMA synchronous=NORMAL")
-            ended = False
-            while not ended:
-                items = [self._queue.get()]
-                with suppress(Empty):
-                    while len(items) < BATCH_ITEMS:
-                        items.append(self._queue.get_nowait())
-                ended = None in items
-                self._keep(connection, [item for item in items if isinstance(item, Sequence)])
-                for item in items:
-                    if isinstance(item, Future):
-                        item.set_result(None)
+        """The thread. It answers everybody, whatever happens."""
+        try:
+            with closing(sqlite3.connect(self._path, timeout=LOCK_TIMEOUT_S)) as connection:
+                connection.execute("PRAGMA synchronous=NORMAL")
+                while self._write_some(connection, self._take()):
+                    pass
+        except Exception as error:
+            self._failure = error
+            while not self._queue.empty():
+                _answer(self._take())
+
+    def _take(self) -> "list[Sequence[Transition] | _Flush | None]":
+        """What is waiting; blocks while that is nothing."""
+        items = [self._queue.get()]
+        with suppress(Empty):
+            while len(items) < BATCH_ITEMS:
+                items.append(self._queue.get_nowait())
+        return items
+
+    def _write_some(
+        self, connection: sqlite3.Connection, items: "list[Sequence[Transition] | _Flush | None]"
+    ) -> bool:
+        """One transaction of what was taken; whether there is more to come."""
+        try:
+            self._keep(connection, [item for item in items if isinstance(item, Sequence)])
+            if any(isinstance(item, _Flush) and item.durably for item in items):
+                connection.execute("PRAGMA wal_checkpoint(FULL)")
+        except Exception as error:
+            self._failure = self._failure or error
+        _answer(items)
+        return None not in items
 
     def _keep(self, connection: sqlite3.Connection, calls: list[Sequence[Transition]]) -> None:
         """Write what these calls of `append` got, unless something before it is missing."""
         if self._failure is not None:
             return
         rows = [_encode(transition) for call in calls for transition in call]
-        try:
-            with connection:
-                connection.executemany(
-                    "INSERT INTO transitions (kind, subject, content) VALUES (?, ?, ?)", rows
-                )
-        except Exception as error:
-            self._failure = error
+        with connection:
+            connection.executemany(
+                "INSERT INTO transitions (kind, subject, content) VALUES (?, ?, ?)", rows
+            )
+
+
+def _answer(items: "list[Sequence[Transition] | _Flush | None]") -> None:
+    """Tell those who wait; one whose caller was cancelled takes no answer."""
+    for item in items:
+        if isinstance(item, _Flush) and item.done.set_running_or_notify_cancel():
+            item.done.set_result(None)
 
 
 def read_history(path: Path) -> Iterator[Transition]:
@@ -161,6 +188,17 @@ def read_history(path: Path) -> Iterator[Transition]:
     Raises RunError when there is none or where it is damaged.
     """
     yield from _rows(path, "SELECT kind, content FROM transitions ORDER BY seq")
+
+
+def steps_after(path: Path, step: int) -> list[Stepped]:
+    """Batch steps above `step` in a ledger file, in order."""
+    query = (
+        "SELECT kind, content FROM transitions WHERE kind = 'Stepped' AND subject > ? "
+        "ORDER BY subject"
+    )
+    return [
+        transition for transition in _rows(path, query, step) if isinstance(transition, Stepped)
+    ]
 
 
 def _rows(path: Path, query: str, *values: Any) -> Iterator[Transition]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from learner.batch import StepRequest
 from learner.group import LearnerGroup
+from learner.messages import CheckpointError
 from orchestrator.calls import within
 from orchestrator.errors import RunError
 from orchestrator.history.ledger_file import LedgerFile
@@ -37,12 +38,16 @@ class Redo:
         directory: RunDirectory,
         ledger: LedgerFile,
         store: Any,
+        *,
         note: Callable[[str], None],
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`progressed` is called after each step, for whoever watches that something moves."""
         self._directory = directory
         self._ledger = ledger
         self._store = store
         self._note = note
+        self._progressed = progressed
 
     async def __call__(self, learner: LearnerGroup, *, step: int, start: int | None = None) -> None:
         """Bring `learner` to where it was after `step` steps, from the checkpoint after `start`
@@ -56,8 +61,7 @@ class Redo:
             saved = [number for number in self._directory.checkpoint_steps() if number <= step]
             start = max(saved, default=0)
         if start:
-            state = await learner.load(str(self._directory.checkpoint(start)))
-            version = state.version
+            start, version = await self._load(learner, start)
         await self._ledger.flush()
         records = [r for r in self._ledger.steps_after(start) if r.step <= step]
         if [record.step for record in records] != list(range(start + 1, step + 1)):
@@ -70,6 +74,20 @@ class Redo:
         for record in records:
             await self._repeat(learner, record, version)
             version = record.version
+            self._progressed()
+
+    async def _load(self, learner: LearnerGroup, step: int) -> tuple[int, int]:
+        """Load the checkpoint of `step`, or the newest before it that can be read; its step and
+        version."""
+        older = [number for number in self._directory.checkpoint_steps() if number < step]
+        try:
+            state = await learner.load(str(self._directory.checkpoint(step)))
+        except CheckpointError as error:
+            if not older:
+                raise
+            self._note(f"{error}; going back to the checkpoint of step {older[-1]}")
+            return await self._load(learner, older[-1])
+        return step, state.version
 
     async def _repeat(self, learner: LearnerGroup, record: Stepped, version: int) -> None:
         groups = await recall(self._store, record.groups)

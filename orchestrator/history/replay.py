@@ -22,7 +22,6 @@ from orchestrator.console import Console
 from orchestrator.errors import RunError, UsageError
 from orchestrator.history.ledger_file import LedgerFile
 from orchestrator.history.redo import Redo
-from orchestrator.pipeline import learner_spec
 from orchestrator.run_directory import RunDirectory
 from orchestrator.supervised_learner import explained
 
@@ -68,11 +67,11 @@ async def _replay(
     end: int,
 ) -> None:
     ledger_file = LedgerFile(directory.ledger)
-    learner = LearnerGroup(learner_spec(config, folder))
+    learner = LearnerGroup(cluster.learner_spec(config, folder))
     try:
         store = cluster.create_store(directory.trajectories, folder)
         await learner.start()
-        redo = Redo(directory, ledger_file, store, console.note)
+        redo = Redo(directory, ledger_file, store, note=console.note)
         await redo(learner, step=end, start=start)
         await learner.save(str(folder / f"step_{end}"), keep=1, export=False)
     finally:

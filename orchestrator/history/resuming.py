@@ -35,6 +35,7 @@ CHANGEABLE = (
     "learner.resources",
     "learner.start_timeout_s",
     "learner.step_timeout_s",
+    "learner.save_timeout_s",
     "learner.collective_timeout_s",
 )
 """Keys, and tables with all their keys: how long, on what, and how it is watched."""

@@ -44,31 +44,36 @@ class TrajectoryLog:
                 self._writer = ipc.new_stream(self._file, batch.schema)
                 self._next += 1
             self._writer.write_batch(batch)
+            segment = self._next - 1
+            if self._index is not None:
+                self._index[_key(batch)] = segment
+            assert self._file is not None
+            if self._file.tell() >= self._segment_bytes:
+                self._end_segment()
         except OSError:
             self._abandon_segment()
             raise
-        segment = self._next - 1
-        if self._index is not None:
-            self._index[_key(batch)] = segment
-        assert self._file is not None
-        if self._file.tell() >= self._segment_bytes:
-            self._end_segment()
         return segment
 
     def read(self, wanted: Collection[GroupKey]) -> dict[GroupKey, tuple[int, pa.RecordBatch]]:
         """Those of the wanted groups that are in the log, with their segment."""
-        if self._index is None:
-            self._index = {key: n for n, key, _ in scan(self._folder)}
+        index = self.index()
         by_segment: dict[int, set[GroupKey]] = {}
         for key in wanted:
-            if key in self._index:
-                by_segment.setdefault(self._index[key], set()).add(key)
+            if key in index:
+                by_segment.setdefault(index[key], set()).add(key)
         return {
             key: (segment, batch)
             for segment, keys in by_segment.items()
             for key, batch in read_segment(segment_path(self._folder, segment))
             if key in keys
         }
+
+    def index(self) -> dict[GroupKey, int]:
+        """The segment of every group in the log."""
+        if self._index is None:
+            self._index = {key: n for n, key, _ in scan(self._folder)}
+        return self._index
 
     def forget(self, numbers: Collection[int]) -> None:
         """Delete segments that nobody needs any more."""
@@ -126,47 +131,3 @@ def read_segment(path: Path) -> Iterator[tuple[GroupKey, pa.RecordBatch]]:
 
 def _key(batch: pa.RecordBatch) -> GroupKey:
     return batch.column("group_id")[0].as_py(), batch.column("attempt")[0].as_py()
-
-
-class Retention:
-    """Which segments are needed: by groups that are on their way, or by steps that would have to
-    be done again after the oldest checkpoint. Pure."""
-
-    def __init__(self) -> None:
-        self._segment_of: dict[int, int] = {}
-        self._live: dict[int, int] = {}
-        self._last_step: dict[int, int] = {}
-
-    def kept(self, group_id: int, segment: int) -> None:
-        """A group is in `segment` and on its way to the learner."""
-        self.left(group_id, None)  # an earlier attempt of it
-        self.used(segment, 0)
-        self._segment_of[group_id] = segment
-        self._live[segment] += 1
-
-    def left(self, group_id: int, step: int | None) -> None:
-        """A group was part of batch step `step`, or left without (None). Unknown ones are fine."""
-        segment = self._segment_of.pop(group_id, None)
-        if segment is None:
-            return
-        self._live[segment] -= 1
-        self.used(segment, step or 0)
-
-    def used(self, segment: int, step: int) -> None:
-        """Groups of `segment` were part of steps up to `step`."""
-        self._last_step[segment] = max(self._last_step.get(segment, 0), step)
-        self._live.setdefault(segment, 0)
-
-    def release(self, oldest_checkpoint: int) -> list[int]:
-        """Segments that nothing needs once the oldest checkpoint is the one after step
-        `oldest_checkpoint`; they are forgotten here. The newest stays: it may be being written."""
-        newest = max(self._live, default=0)
-        free = [
-            segment
-            for segment, live in self._live.items()
-            if not live and segment < newest and self._last_step[segment] <= oldest_checkpoint
-        ]
-        for segment in free:
-            del self._live[segment]
-            del self._last_step[segment]
-        return sorted(free)

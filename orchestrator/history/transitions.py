@@ -65,6 +65,8 @@ class Retried:
     reason: str
     """A short code, as everywhere in the ledger; free text belongs into `detail`."""
     detail: str = ""
+    pardoned: bool = False
+    """Whether the attempt was ended on purpose, and so is none of the task's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,9 @@ class Journal(Protocol):
     def append(self, transitions: Sequence[Transition]) -> None:
         """Keep transitions that the ledger has accepted, in this order."""
 
-    async def flush(self) -> None:
-        """Return once everything appended so far would survive the end of this process."""
+    async def flush(self, *, durably: bool = False) -> None:
+        """Return once everything appended so far would survive the end of this process; `durably`,
+        that of the machine too."""
 
 
 class SampleOutcome(Protocol):

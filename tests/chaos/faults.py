@@ -6,6 +6,7 @@ A fault does its harm and returns; whether the run gets over it is the test's to
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -169,11 +170,24 @@ def move_fleets(scene: Scene, chance: random.Random) -> None:
         client.scale(Role.VERIFIER, 1)
 
 
-def save_now(scene: Scene, chance: random.Random) -> None:
-    """A checkpoint is asked for and the learner dies about then."""
-    _kill(scene.pids(Role.LEARNER)[0])
-    with suppress(SlipstreamError), Client(by_directory(scene.run.directory)) as client:
-        client.checkpoint()
+def kill_learner_in_a_save(scene: Scene, chance: random.Random) -> None:
+    """A checkpoint is asked for, and the learner dies while it is written or just about."""
+
+    def save() -> None:
+        with suppress(SlipstreamError), Client(by_directory(scene.run.directory)) as client:
+            client.checkpoint()
+
+    rank = scene.pids(Role.LEARNER)[0]
+    saving = threading.Thread(target=save)
+    saving.start()
+    folder = scene.run.directory / "checkpoints"
+    end = time.monotonic() + LIMIT_S
+    while not list(folder.glob(".step_*.partial")) and saving.is_alive():
+        assert time.monotonic() < end, scene.told
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.05))
+    _kill(rank)
+    saving.join()
 
 
 FAULTS: tuple[Callable[[Scene, random.Random], None], ...] = (
@@ -189,5 +203,5 @@ FAULTS: tuple[Callable[[Scene, random.Random], None], ...] = (
     kill_driver,
     kill_driver_and_torn_files,
     move_fleets,
-    save_now,
+    kill_learner_in_a_save,
 )

@@ -46,7 +46,7 @@ class ListJournal:
     def append(self, transitions: Sequence[Transition]) -> None:
         self.calls.append(list(transitions))
 
-    async def flush(self) -> None:
+    async def flush(self, *, durably: bool = False) -> None:
         """Everything is kept at once."""
 
     @property
@@ -79,7 +79,16 @@ def complete(
     )
     flow.generated(lease, receipt)
     flow.verified(lease)
-    entry = GroupEntry(
+    entry = entry_of(lease, outcomes)
+    oldest = flow.version if oldest_version is None else oldest_version
+    group = ReadyGroup(entry, lease.attempt, 100, oldest, segment)
+    flow.ready(lease, group)
+    return group
+
+
+def entry_of(lease: Lease, outcomes: tuple[float, ...] = (0.0, 1.0)) -> GroupEntry:
+    """What the learner is told of a lease's group."""
+    return GroupEntry(
         group_id=lease.group_id,
         ref=None,
         sample_ids=tuple(f"{lease.group_id}-{lease.attempt}-{i}" for i in range(SAMPLES)),
@@ -90,10 +99,6 @@ def complete(
         ok=(True,) * SAMPLES,
         truncated=(False,) * SAMPLES,
     )
-    oldest = flow.version if oldest_version is None else oldest_version
-    group = ReadyGroup(entry, lease.attempt, 100, oldest, segment)
-    flow.ready(lease, group)
-    return group
 
 
 def batch(flow: Flow) -> list[ReadyGroup] | None:

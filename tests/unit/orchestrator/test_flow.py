@@ -1,13 +1,22 @@
 """Admission, ledger and queue moved as one: leases, retries, drops, batches, resume."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
-from flows import SAMPLES, ListJournal, batch, complete, leases, make_flow, trained
+from flows import (
+    SAMPLES,
+    ListJournal,
+    batch,
+    complete,
+    entry_of,
+    leases,
+    make_flow,
+    trained,
+)
 
 from orchestrator.errors import RunError
 from orchestrator.flow import Flow
-from orchestrator.history.ledger import Ledger
 from orchestrator.history.transitions import Admitted
 from orchestrator.store import ReadyGroup
 
@@ -136,10 +145,9 @@ def test_a_resumed_flow_goes_on_as_if_nothing_had_happened() -> None:
     trained(flow, groups)
     kept = complete(flow, under_way[2])
     resumed = make_flow(journal)
-    history = journal.all
-    ledger = Ledger.replayed(history, journal)
+    ledger = resumed.replay(journal.all)
     assert ledger.ready() == [(2, 0)]
-    resumed.restore(history, ledger, {(2, 0): kept}, lineage=3)
+    resumed.restore(ledger, {(2, 0): kept}, {(2, 0): 0}, lineage=3)
     assert (resumed.step, resumed.version, resumed.label.lineage) == (1, 1, 3)
     assert resumed.queue_stats().ready_groups == 1
     again, *new = leases(resumed, version=1)
@@ -156,8 +164,7 @@ def test_a_ready_group_whose_content_is_lost_is_generated_once_more() -> None:
     flow = make_flow(journal, supervision={"attempts": 1})
     complete(flow, leases(flow)[0])
     resumed = make_flow(journal, supervision={"attempts": 1})
-    history = journal.all
-    resumed.restore(history, Ledger.replayed(history, journal), {}, lineage=1)
+    resumed.restore(resumed.replay(journal.all), {}, {}, lineage=1)
     report = resumed.ledger.check()
     assert report.samples.superseded_by_reason == {"resumed": SAMPLES}
     assert report.failed_tasks == 0, "a restart of the run is not the task's failure"
@@ -167,8 +174,10 @@ def test_a_ready_group_whose_content_is_lost_is_generated_once_more() -> None:
 def test_a_task_that_is_gone_from_the_data_is_named() -> None:
     journal = ListJournal()
     journal.append([Admitted(0, "no-such-task", SAMPLES)])
+    flow = make_flow()
+    ledger = flow.replay(journal.all)
     with pytest.raises(RunError, match="'no-such-task' was under way"):
-        make_flow().restore(journal.all, Ledger.replayed(journal.all), {}, lineage=1)
+        flow.restore(ledger, {}, {}, lineage=1)
 
 
 def test_segments_of_the_log_are_let_go_once_no_step_would_need_them() -> None:
@@ -183,6 +192,56 @@ def test_segments_of_the_log_are_let_go_once_no_step_would_need_them() -> None:
     assert flow.unneeded_segments(1) == []
     assert flow.unneeded_segments(2) == [0]
     assert flow.unneeded_segments(9) == [1], "what is on its way stays"
+
+
+def test_segments_of_before_a_restart_are_let_go_too() -> None:
+    journal = ListJournal()
+    flow = make_flow(journal)
+    for number in range(2):
+        for lease in leases(flow, version=number):
+            complete(flow, lease, segment=number)
+        groups = batch(flow)
+        assert groups is not None
+        trained(flow, groups)
+    resumed = make_flow(journal)
+    ledger = resumed.replay(journal.all)
+    # Groups 0 to 3 are in segment 0, 4 and 5 in segment 1; 2 and 3 were part of step 2.
+    segments = {(group, 0): group // 4 for group in range(6)}
+    ready = {key: complete_elsewhere(key, segments[key]) for key in ledger.ready()}
+    resumed.restore(ledger, ready, segments, lineage=1)
+    assert resumed.unneeded_segments(1) == []
+    assert resumed.unneeded_segments(2) == [0]
+
+
+def complete_elsewhere(key: tuple[int, int], segment: int) -> ReadyGroup:
+    """A group as the trajectory log gives it back."""
+    other = make_flow()
+    lease = replace(leases(other)[0], group_id=key[0], attempt=key[1])
+    return ReadyGroup(entry_of(lease), lease.attempt, 100, 0, segment)
+
+
+def test_attempts_that_a_restart_ended_are_none_of_the_tasks() -> None:
+    journal = ListJournal()
+    flow = make_flow(journal, supervision={"attempts": 2})
+    again = flow.next_lease(0)
+    for lineage in range(1, 6):
+        flow = make_flow(journal, supervision={"attempts": 2})
+        flow.restore(flow.replay(journal.all), {}, {}, lineage=lineage)
+        again = flow.next_lease(0)
+        assert again is not None and again.attempt == again.pardoned == lineage
+    assert again is not None
+    flow.attempt_failed(again, "worker_lost", "killed")
+    assert flow.ledger.report().failed_tasks == 0
+
+
+def test_a_deterministic_run_does_not_go_on_without_what_was_ready() -> None:
+    journal = ListJournal()
+    flow = make_flow(journal, deterministic=True)
+    first, *_ = leases(flow)
+    complete(flow, first)
+    resumed = make_flow(journal, deterministic=True)
+    with pytest.raises(RunError, match="group 0 was ready and is not in the trajectory log"):
+        resumed.restore(resumed.replay(journal.all), {}, {}, lineage=1)
 
 
 def test_every_task_is_drawn_once_per_epoch() -> None:

@@ -106,6 +106,16 @@ def test_a_checkpoint_caught_in_replacement_still_counts(tmp_path: Path) -> None
     assert run.checkpoint_steps() == [4, 8]
 
 
+def test_checkpoints_that_the_ledger_does_not_reach_are_none(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny")
+    for step in (4, 8, 12):
+        finish(run.checkpoint(step))
+    run.set_aside_after(8)
+    assert run.checkpoint_steps() == [4, 8]
+    run.set_aside_after(8)
+    assert (run.checkpoints / "lost_step_12").is_dir(), "nothing is deleted"
+
+
 HOLDER = """
 import sys
 from pathlib import Path

@@ -104,6 +104,16 @@ def test_a_publication_that_died_is_not_made_again_by_the_caller() -> None:
     asyncio.run(main())
 
 
+def test_what_cannot_start_is_not_tried_again() -> None:
+    async def main() -> None:
+        scene = Scene(GroupDouble("start"), GroupDouble())
+        with pytest.raises(LearnerDied, match="killed in start"):
+            await scene.learner.start()
+        assert scene.groups[1].calls == []
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("moment", ["start", "restore"])
 def test_one_that_dies_before_it_stands_is_replaced_too(moment: str) -> None:
     async def main() -> None:

@@ -151,6 +151,20 @@ def test_a_full_disk_is_told_at_the_next_call(file: LedgerFile, tmp_path: Path) 
     assert kept == EVERYTHING[: len(kept)] and len(kept) in (0, 2), "nothing after the gap"
 
 
+def test_whoever_no_longer_waits_does_not_stop_the_others(file: LedgerFile) -> None:
+    async def main() -> None:
+        for durably in (False, True):
+            given_up = asyncio.create_task(file.flush(durably=durably))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.gather(given_up, return_exceptions=True)
+        file.append(EVERYTHING)
+        await file.flush(durably=True)
+
+    asyncio.run(main())
+    assert list(file.read()) == EVERYTHING
+
+
 def test_a_missing_or_foreign_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is missing"):
         LedgerFile(tmp_path / "none.sqlite")

@@ -6,7 +6,6 @@ import pyarrow as pa
 import pytest
 
 from orchestrator.history.trajectory_log import (
-    Retention,
     TrajectoryLog,
     read_segment,
     scan,
@@ -106,37 +105,3 @@ def test_a_disk_that_takes_nothing_is_an_error_and_loses_nothing_before(tmp_path
     (tmp_path / "elsewhere").rename(folder)
     log.append(group(1))
     assert [key for _, key, _ in scan(folder)] == [(0, 0), (1, 0)]
-
-
-# Retention
-
-
-def test_a_segment_is_needed_by_what_is_on_its_way_and_by_steps_after_the_checkpoint() -> None:
-    retention = Retention()
-    for group_id, segment in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 2)):
-        retention.kept(group_id, segment)
-    retention.left(0, 5)
-    assert retention.release(9) == [], "group 1 is on its way"
-    retention.left(1, 7)
-    assert retention.release(6) == [], "step 7 would have to be done again"
-    assert retention.release(7) == [0]
-    assert retention.release(7) == []
-    retention.left(2, None), retention.left(3, 8)
-    assert retention.release(8) == [1]
-    retention.left(4, 9)
-    assert retention.release(99) == [], "the newest segment may be being written"
-
-
-def test_a_group_that_is_stored_twice_counts_once() -> None:
-    retention = Retention()
-    retention.kept(0, 0)
-    retention.kept(0, 1)
-    retention.kept(1, 2)
-    retention.left(0, 3)
-    assert retention.release(3) == [0, 1]
-
-
-def test_groups_that_never_became_ready_are_nothing_to_it() -> None:
-    retention = Retention()
-    retention.left(5, None)
-    assert retention.release(0) == []
