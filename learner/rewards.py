@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from actors.trajectory import FinishReason
+from learner.batch import GroupEntry
 from learner.objective_config import ObjectiveConfig
 
 
@@ -51,3 +52,13 @@ def zero_variance(
     ]
     known = [value for value in values if value is not None]
     return len(known) < 2 or max(known) - min(known) <= tol
+
+
+def uninformative(objective: ObjectiveConfig, entry: GroupEntry) -> str:
+    """Why a group cannot contribute to a step, as a short code; empty if it can."""
+    needed = 2 if objective.advantage.per_group else 1
+    if sum(entry.ok) < needed:
+        return "unscored"
+    if objective.dynamic_sampling and zero_variance(entry.outcomes, entry.rewards):
+        return "zero_variance"
+    return ""

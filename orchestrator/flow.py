@@ -13,7 +13,7 @@ from dataclasses import replace
 from actors.trajectory import WeightLabel
 from actors.worker import GroupReceipt
 from learner.batch import StepRequest, StepResult
-from learner.rewards import zero_variance
+from learner.rewards import uninformative
 from orchestrator.admission import Admission, StalePolicy, drops_group
 from orchestrator.config import RunConfig
 from orchestrator.cursor import TaskCursor
@@ -36,6 +36,7 @@ from orchestrator.history.transitions import (
     consumed_batch,
 )
 from orchestrator.leases import Lease, new_lease
+from orchestrator.patience import Patience
 from orchestrator.queue import QueueStats, ReadyQueue
 from orchestrator.schedule import Waves
 from orchestrator.signal import Signal
@@ -68,7 +69,7 @@ class Flow:
         self._waves = self._new_waves()
         self.ledger = Ledger(journal)
         self._leases: dict[int, Lease] = {}
-        self._left_untrained = 0
+        self._patience = Patience(config.supervision.max_untrained_batches * self._batch_groups)
         self.changed = changed
         self.lineage = 0
 
@@ -153,7 +154,7 @@ class Flow:
             logger.warning(
                 "task %s failed after %d attempts: %s", lease.task.task_id, limit, detail
             )
-            self._count_untrained(f"task {lease.task.task_id} failed: {detail}")
+            self._patience.left_untrained(f"task {lease.task.task_id} failed: {detail}")
         self.changed.notify()
 
     # Verification
@@ -166,23 +167,12 @@ class Flow:
     def ready(self, lease: Lease, group: ReadyGroup) -> None:
         """The store owns the group; it queues up unless it has nothing to teach."""
         self._retention.kept(lease.group_id, group.segment)
-        if reason := self._uninformative(group):
+        if reason := uninformative(self._config.learner.objective, group.entry):
             self._drop(lease.group_id, reason)
         else:
             self._apply(Ready(lease.group_id, lease.attempt))
             self._queue.put(lease.group_id, group, group.nbytes, time.monotonic())
         self.changed.notify()
-
-    def _uninformative(self, group: ReadyGroup) -> str:
-        """Why the group cannot contribute to a step; empty if it can."""
-        objective = self._config.learner.objective
-        entry = group.entry
-        needed = 2 if objective.advantage.per_group else 1
-        if sum(entry.ok) < needed:
-            return "unscored"
-        if objective.dynamic_sampling and zero_variance(entry.outcomes, entry.rewards):
-            return "zero_variance"
-        return ""
 
     # Training
 
@@ -228,7 +218,7 @@ class Flow:
         self._apply(*fates, done)
         if result.changed:
             self._admission.consumed(attempts)
-            self._left_untrained = 0
+            self._patience.trained()
         for group_id in attempts:
             self._retention.left(group_id, self.step)
             if not result.changed:
@@ -237,7 +227,7 @@ class Flow:
         self.ledger.check()
         self.changed.notify()
         if not result.changed:
-            self._count_untrained("the last batch changed nothing", len(attempts))
+            self._patience.left_untrained("the last batch changed nothing", len(attempts))
 
     async def flush(self, *, durably: bool = False) -> None:
         """Return once all that happened so far would survive the end of this process; `durably`,
@@ -291,7 +281,7 @@ class Flow:
         self._leave(group_id)
         # What a lowered bound makes too old says nothing about the tasks.
         if reason != "stale":
-            self._count_untrained(f"the last group left as {reason}")
+            self._patience.left_untrained(f"the last group left as {reason}")
 
     def _leave(self, group_id: int) -> None:
         self._admission.leave(group_id)
@@ -301,17 +291,6 @@ class Flow:
     def _release(self, group_id: int) -> None:
         self._queue.release(group_id)
         del self._leases[group_id]
-
-    def _count_untrained(self, last: str, groups: int = 1) -> None:
-        self._left_untrained += groups
-        limit = self._config.supervision.max_untrained_batches * self._batch_groups
-        if self._left_untrained >= limit:
-            raise RunError(
-                f"{limit} groups in a row left without training anything; {last}. "
-                "With dynamic sampling this means that the model solves all or none of the "
-                "tasks: choose easier or harder ones. The ledger's counts: "
-                f"{self.ledger.report().samples.as_dict()}"
-            )
 
     # Views and state
 
