@@ -51,11 +51,7 @@ def scene(
     server = Server(binaries["prometheus"], _config(folder, run.runs / "targets"), folder)
     try:
         play.client.checkpoint()
-        found = Scene(run, server, binaries["promtool"])
-        found.until("slipstream_checkpoint_step >= 0")
-        found.until("run:slipstream_trained_tokens:rate5m > 0")
-        found.until("stage:slipstream_sync_seconds:mean_rate5m")
-        yield found
+        yield Scene(run, server, binaries["promtool"])
     finally:
         server.close()
 
@@ -73,11 +69,9 @@ def _config(folder: Path, targets: Path) -> Path:
     return path
 
 
-def _panels() -> Iterator[tuple[str, dict[str, Any]]]:
+def _panels() -> Iterator[dict[str, Any]]:
     for path in sorted((REPOSITORY / "deploy/grafana/dashboards").glob("*.json")):
-        dashboard = json.loads(path.read_text())
-        for panel in dashboard["panels"]:
-            yield f"{dashboard['title']}: {panel['title']}", panel
+        yield from json.loads(path.read_text())["panels"]
 
 
 def _rules() -> Iterator[dict[str, Any]]:
@@ -93,19 +87,21 @@ def test_the_run_is_a_target_that_is_up(scene: Scene) -> None:
 
 
 def test_every_panel_has_data_or_names_its_condition(scene: Scene) -> None:
-    empty = []
-    for where, panel in _panels():
+    for panel in _panels():
         for target in panel["targets"]:
-            found = scene.server.query(target["expr"].replace("$run", scene.run.directory.name))
-            if not found and CONDITIONAL not in panel["description"]:
-                empty.append(f"{where}: {target['expr']}")
-    assert empty == []
+            expression = target["expr"].replace("$run", scene.run.directory.name)
+            if CONDITIONAL in panel["description"]:
+                scene.server.query(expression)
+            else:
+                scene.until(expression)
 
 
 def test_every_rule_is_evaluated_and_every_recording_has_data(scene: Scene) -> None:
     for rule in _rules():
-        found = scene.server.query(rule["expr"])
-        assert found or "alert" in rule, rule["record"]
+        if "record" in rule:
+            scene.until(rule["expr"])
+        else:
+            scene.server.query(rule["expr"])
     with urllib.request.urlopen(f"http://{scene.server.address}/api/v1/rules") as answer:
         groups = json.load(answer)["data"]["groups"]
     told = [rule for group in groups for rule in group["rules"]]
