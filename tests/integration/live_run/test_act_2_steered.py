@@ -5,7 +5,7 @@ import json
 import pytest
 from play import Play, even, fleet
 
-from orchestrator.errors import RunError
+from orchestrator.errors import UsageError
 from orchestrator.steering import Activity, Role, RunState
 
 pytestmark = pytest.mark.integration
@@ -113,7 +113,7 @@ def test_what_cannot_be_is_refused_with_a_sentence(play: Play) -> None:
         assert answer.returncode != 0
         assert expected in answer.stderr
         assert "Traceback" not in answer.stderr
-    with pytest.raises(RunError, match="learner ranks cannot"):
+    with pytest.raises(UsageError, match="learner ranks cannot"):
         play.client.scale(Role.LEARNER, 2)
 
 
