@@ -51,6 +51,11 @@ def test_a_correction_name_replaces_the_whole_correction(name):
     assert config.correction.model_dump(mode="json") == CORRECTIONS[name]
 
 
+def test_a_correction_table_is_merged_into_the_presets():
+    correction = expand("grpo", {"correction": {"weight": "product"}}).correction
+    assert (correction.weight, correction.cap) == ("product", 2.0)
+
+
 def test_objective_table_with_a_preset_inside_the_learner_table():
     config = LearnerConfig.model_validate({"objective": {"preset": "gspo", "clip": {"high": 5e-4}}})
     assert config.objective == expand("gspo", {"clip": {"high": 5e-4}})
@@ -243,6 +248,13 @@ def test_kl_in_the_reward_needs_old_log_probabilities():
     assert expand("cispo", {"kl": {"coefficient": 0.1, "place": "reward"}}).needs_old
     assert not expand("cispo", {"kl": {"coefficient": 0.1}}).needs_old
     assert expand("cispo", {"covariance": {"kind": "kl"}}).needs_old
+
+
+def test_no_blank_line_cuts_a_table_of_the_page_of_presets():
+    lines = (Path(__file__).parents[3] / "docs/presets.md").read_text().splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("|")]
+    heads = [number for number in rows if not lines[number - 1].startswith("|")]
+    assert all(lines[number + 1].startswith("| ---") for number in heads)
 
 
 @pytest.mark.parametrize("name", PRESETS)
