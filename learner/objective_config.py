@@ -158,6 +158,11 @@ class ObjectiveConfig(Table):
         return self.kl.coefficient > 0 and not self._kl_is_the_presets
 
     @property
+    def kl_in_loss(self) -> bool:
+        """Whether a reference changes the loss, rather than only what is reported."""
+        return self.kl.coefficient > 0 and self.kl.place == "loss"
+
+    @property
     def needs_critic(self) -> bool:
         """Whether the run must have a value model."""
         return self.advantage.baseline == "critic"
