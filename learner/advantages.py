@@ -19,12 +19,16 @@ def group_advantages(
     whatever their value. A group with one valid sample, or whose rewards are all equal, gets
     exactly 0 wherever a group statistic enters; so does the whole batch where a batch statistic
     enters. Statistics are of all samples given: call it before filtering, on the whole batch.
-    Computed in float64, returned in the dtype of `rewards`. Raises ValueError for a critic.
+    Computed in float64, returned in the dtype of `rewards`, float32 where those are whole numbers.
+    Raises ValueError for a critic, and for a valid sample whose reward is not finite.
     """
     choice = config.advantage
     if choice.baseline == "critic":
         raise ValueError("baseline 'critic' has advantages per token: they come from gae")
+    if not rewards.is_floating_point():
+        rewards = rewards.float()
     valid = torch.ones_like(group_ids, dtype=torch.bool) if valid is None else valid
+    _refuse_non_finite(rewards, group_ids, valid)
     values = torch.where(valid, rewards, 0.0).double()
     _, groups = torch.unique(group_ids, return_inverse=True)
     counts = segment_sum(valid.double(), groups, groups.shape[0])[groups]
@@ -38,6 +42,17 @@ def group_advantages(
     return torch.where(flat, 0.0, advantages).to(rewards.dtype)
 
 
+def _refuse_non_finite(rewards: Tensor, group_ids: Tensor, valid: Tensor) -> None:
+    bad = (valid & ~rewards.isfinite()).nonzero().flatten()
+    if len(bad):
+        sample = int(bad[0])
+        raise ValueError(
+            f"sample {sample} of group {int(group_ids[sample])} has the reward "
+            f"{float(rewards[sample])}, expected a finite number; mark a sample without a reward "
+            "as not valid"
+        )
+
+
 def trainable_samples(group_ids: Tensor, valid: Tensor, config: ObjectiveConfig) -> Tensor:
     """bool[S]: valid samples, except that where a group statistic enters a group needs two."""
     if not config.advantage.per_group:
@@ -46,6 +61,7 @@ def trainable_samples(group_ids: Tensor, valid: Tensor, config: ObjectiveConfig)
     return valid & (segment_sum(valid.long(), groups, groups.shape[0])[groups] >= 2)
 
 
+@torch.no_grad()
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -62,8 +78,12 @@ def gae(
         A_t = r_t + gamma V_{t+1} - V_t + gamma lam A_{t+1},   return_t = A_t + V_t
 
     Masked tokens are no steps: their outputs are 0, their values may be anything, and a reward on
-    one counts for the unmasked token before it (with none before it, for nothing). No whitening.
+    one counts for the unmasked token before it (with none before it, for nothing). No whitening,
+    and no gradient: both are targets. Raises ValueError for `gamma` or `lam` outside [0, 1].
     """
+    for name, share in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"{name} is {share}, expected a number in [0, 1]")
     order = torch.argsort(sample_index, stable=True)
     order_mask, order_index = mask[order], sample_index[order]
     steps = order[order_mask]

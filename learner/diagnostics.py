@@ -146,7 +146,7 @@ def _gradient_mass(
         capped = _capped(config, evaluated)
         full = evaluated.log_weights[capped].clamp(max=LARGEST_LOG).exp()
         removed[REMOVALS.index("cap")] = (sizes[capped] * (full - weights[capped])).sum()
-        sizes = sizes * weights
+        sizes = (sizes * weights).masked_fill_(sizes == 0, 0.0)
         tally.add("cap_tokens", torch.tensor(len(capped), device=tally.device))
     for name, causes in _REMOVED_BY_FATE.items():
         for cause in causes:
@@ -201,11 +201,13 @@ def _by_origin(
         places = chosen.nonzero().flatten()
         fates[number, 0] = len(places) - fates[number, 2:].sum()
         if len(places):
-            _log_ratios(evaluated, places, number, tally)
+            _log_ratios(batch, evaluated, places, number, tally)
     tally.add("origin_fates", fates.flatten())
 
 
-def _log_ratios(evaluated: Evaluated, places: Tensor, number: int, tally: Tally) -> None:
+def _log_ratios(
+    batch: TokenBatch, evaluated: Evaluated, places: Tensor, number: int, tally: Tally
+) -> None:
     """Moments, histogram and maximum of both parts of c - b over the tokens of one origin, and
     whether the mismatch follows p itself, as it does with a wrong temperature.
 
@@ -225,9 +227,9 @@ def _log_ratios(evaluated: Evaluated, places: Tensor, number: int, tally: Tally)
         histogram = torch.bincount(bin_of(magnitude), minlength=BINS)
         tally.add(f"{part}/histogram/{number}", histogram)
         tally.raise_to(f"{part}/abs/{number}", magnitude.max())
-    if len(found) == len(PARTS):
+    if batch.old_logprobs is not None:
         mismatch = found["mismatch"]
-        old = evaluated.current.index_select(0, places) - found["movement"]
+        old = batch.old_logprobs.index_select(0, places).to(mismatch.dtype)
         products = [torch.dot(old, old), torch.dot(old, mismatch), torch.dot(mismatch, mismatch)]
         tally.add("old_slope", torch.stack([old.sum(), *products]))
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from learner import kl
 from learner.correction import keep_bounds
 from learner.objective_config import ObjectiveConfig
 from learner.objective_metrics import (
@@ -92,18 +93,19 @@ def contiguous_samples(
     config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch
 ) -> Samples | None:
     """The samples of a batch that the loops can take, else None: on a GPU, in float64, with terms
-    beside the surrogate, or where samples are not contiguous and in order."""
+    beside the surrogate, or where samples are not contiguous and in order. A reference is no
+    term where its KL is only reported."""
     terms = (
         config.covariance.kind != "none"
         or config.entropy_bonus
-        or batch.reference_logprobs is not None
+        or (config.kl_in_loss and batch.reference_logprobs is not None)
     )
     size = len(logprobs)
     if not size or logprobs.device.type != "cpu" or logprobs.dtype == torch.float64 or terms:
         return None
     from learner.fused_loops import find_samples
 
-    starts = np.empty(min(batch.num_samples, size) + 1, np.int64)
+    starts = np.empty(max(1, min(batch.num_samples, size)) + 1, np.int64)
     lengths = np.empty(len(starts) - 1, np.int64)
     index = batch.sample_index.to(torch.int64).contiguous().numpy()
     mask = batch.mask.contiguous().numpy()
@@ -147,6 +149,11 @@ def evaluate_fused(
             list(pool.map(take, range(threads)))
     total, largest = sums.sum(axis=0), maxima.max(axis=0)
     _name_sums(batch, samples, _found(total, largest), diagnostics, total)
+    if diagnostics and batch.reference_logprobs is not None:
+        kept = torch.from_numpy(fates) == int(TokenFate.TRAINED)
+        distance = torch.where(kept, logprobs.detach().float() - batch.reference_logprobs, 0.0)
+        total[SUM_STARTS["kl"]] = kl.estimate(config.kl.estimator, distance).sum().item()
+        total[SUM_STARTS["kl_tokens"]] = kept.count_nonzero().item()
     metrics = Metrics(torch.from_numpy(total[:-_BESIDE]), torch.from_numpy(largest))
     return Fused(float(values.sum()), torch.from_numpy(gradient), torch.from_numpy(fates), metrics)
 
@@ -197,11 +204,11 @@ def _rules(
 
     slack = rounding_slack(torch.float32)
     clip, correction = config.clip, config.correction
-    bounds = clip_bounds(clip, slack)
+    bounds, at = clip_bounds(clip, slack), clip_bounds(clip, 0.0)
     cap_bound = math.inf if correction.cap is None else math.log(correction.cap)
-    (low, low_ratio), (high, high_ratio) = (
-        zip(*(_with_ratio(side[end]) for side in bounds), strict=True) for end in (0, 1)
-    )
+    # Slack decides which side of a bound a ratio is on; what it is cut to is the bound itself.
+    low, high = (tuple(_with_ratio(side[end])[0] for side in bounds) for end in (0, 1))
+    low_ratio, high_ratio = (tuple(_with_ratio(side[end])[1] for side in at) for end in (0, 1))
     largest_log, largest = _with_ratio(LARGEST_LOG)
     log_cap, cap = _with_ratio(cap_bound)
     weight = correction.weight

@@ -37,18 +37,22 @@ LOWEST, HIGHEST = np.float32(-103.9), np.float32(88.72284)
 @compiled
 def find_samples(index, mask, num_samples, starts, lengths):
     """Fill in the samples that have tokens, and return their number; -1 where an index is
-    smaller than the one before or none of [0, num_samples)."""
+    smaller than the one before or none of [0, num_samples). A masked token may have any index and
+    goes with the sample before it."""
     found, known = -1, np.int64(-1)
     for t in range(len(index)):
-        if index[t] != known:
+        if index[t] != known and mask[t]:
             if index[t] < known or index[t] >= num_samples:
                 return -1
             known = index[t]
             found += 1
             starts[found] = t
             lengths[found] = 0
-        lengths[found] += mask[t]
-    starts[found + 1] = len(index)
+        if found >= 0:
+            lengths[found] += mask[t]
+    if found < 0:
+        found, lengths[0] = 0, 0
+    starts[0], starts[found + 1] = 0, len(index)
     return found + 1
 
 
@@ -77,6 +81,8 @@ def evaluate(rules, keep, tokens, starts, lengths, work, gradient, fates):
     _weights(rules, work.log_weight, work.weight_exp, work.weight)
     _shares(rules, starts, lengths, work.share)
     _values(rules, work)
+    if rules.weight >= 0 and not np.isfinite(_sum(work.value)):
+        _multiply_in_log_space(rules, work)
     _slopes(rules, work, gradient)
     if rules.pure:
         _through_the_mean(rules, starts, lengths, fates, gradient)
@@ -245,6 +251,32 @@ def _values(rules, work):
         r = at_highest if u > highest else r
         factor = own * w * a
         out[t] = r * (ZERO if own == 0 else factor)
+
+
+@summing
+def _sum(values):
+    total = ZERO
+    for t in range(len(values)):
+        total += values[t]
+    return total
+
+
+@compiled
+def _multiply_in_log_space(rules, work):
+    """The values that are not finite again: one of r and w may overflow while the other
+    underflows, and their product does neither."""
+    for t in range(len(work.value)):
+        own = work.advantage[t]
+        if own == 0 or np.isfinite(work.value[t]):
+            continue
+        u, side = work.ratio[t], 1 if own < 0 else 0
+        if not rules.unclipped and u < rules.low[side]:
+            u = np.log(rules.low_ratio[side])
+        elif not rules.unclipped and u > rules.high[side]:
+            u = np.log(rules.high_ratio[side])
+        log_weight = work.log_weight[t]
+        log_weight = rules.log_cap if log_weight > rules.log_cap else log_weight
+        work.value[t] = np.exp(u + log_weight) * (own * work.share[t])
 
 
 @compiled

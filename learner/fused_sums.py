@@ -84,7 +84,8 @@ def _size(advantages, weights):
     """Σ|wA| of the trained."""
     size = ZERO
     for t in range(len(weights)):
-        size += abs(advantages[t]) * weights[t]
+        own = abs(advantages[t]) * weights[t]
+        size += ZERO if advantages[t] == 0 else own
     return size
 
 
@@ -216,7 +217,8 @@ def _by_origin(rules, scales, tokens, work, fates, lost, capped, found):
                 _add_bins(scales, values[begin:end].view(np.int32), counts[part, origin])
                 counts[part, origin, 0, 0] -= masked
                 largest = _largest(values[begin:end].view(np.int32))
-                found.largest[part, origin] = max(found.largest[part, origin], largest)
+                if largest > found.largest[part, origin] or largest != largest:
+                    found.largest[part, origin] = largest
     for part in range(parts):
         for origin in range(origins):
             found.bins[part, origin] += counts[part, origin, 0] + counts[part, origin, 1]

@@ -17,6 +17,7 @@ The derivative by c is computed beside the value, from the formula, and handed t
 vector: one pass instead of a graph of twenty. This module knows no model, no ranks, no optimizer.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +33,7 @@ from learner.diagnostics import Evaluated, Tally, measure
 from learner.fused import contiguous_samples, evaluate_fused, worthwhile
 from learner.objective_config import ObjectiveConfig, expand
 from learner.objective_metrics import SUM_STARTS, Metrics
-from learner.ratio import sequence_log_ratio, surrogate, through_the_mean
+from learner.ratio import Weighing, sequence_log_ratio, surrogate, through_the_mean
 from learner.token_batch import (
     TOKEN_FIELDS,
     BatchCount,
@@ -44,6 +45,7 @@ from learner.token_batch import (
     fate_counts,
     sample_lengths,
     stale_tokens,
+    with_known_samples,
 )
 
 __all__ = [
@@ -100,6 +102,7 @@ def evaluate(
     if compiled or (compiled is None and worthwhile(logprobs)):
         samples = contiguous_samples(config, logprobs, batch)
     if samples is None:
+        batch = with_known_samples(batch)
         return _evaluate_in_torch(config, logprobs, batch, normalizer, diagnostics)
     scale = -1 / _denominator(config, batch, normalizer or samples, torch.float32)
     fused = evaluate_fused(config, logprobs, batch, samples, scale.item(), diagnostics=diagnostics)
@@ -213,10 +216,11 @@ def _evaluate_tokens(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatc
     shares = None
     if config.aggregation.kind == "sequence_mean":
         shares = lengths.clamp(min=1).reciprocal_().index_select(0, index)
-    factors = advantages
-    for other in (weights, shares):
-        factors = factors if other is None else factors * other
-    shaped = surrogate(config.clip, ratio, current, advantages, factors)
+    log_weights = None if weighing is None else weighing[0]
+    cap = config.correction.cap
+    log_cap = math.inf if cap is None else math.log(cap)
+    weighs = Weighing(weights, log_weights, log_cap, shares)
+    shaped = surrogate(config.clip, ratio, current, advantages, weighs)
     slope = shaped.slope
     if config.ratio.unit == "sequence_pure" and config.clip.kind != "cispo":
         slope = torch.where(live, through_the_mean(slope, index, lengths), 0.0)
@@ -232,7 +236,7 @@ def _evaluate_tokens(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatc
         movement=movement,
         mismatch=mismatch,
         weights=weights,
-        log_weights=None if weighing is None else weighing[0],
+        log_weights=log_weights,
         shares=shares,
         ratio=ratio,
         bounded=shaped.bounded,
@@ -266,7 +270,7 @@ def _add_terms(config: ObjectiveConfig, evaluated: Evaluated, log_ratio: Tensor)
             held = torch.where(evaluated.restrained, _held(evaluated, weighted=True), 0.0)
             held = held * choice.coefficient
             _subtract_divergence(evaluated, held, log_ratio, evaluated.movement, "k2")
-    if config.kl.coefficient and config.kl.place == "loss" and evaluated.reference is not None:
+    if config.kl_in_loss and evaluated.reference is not None:
         held = _held(evaluated, weighted=True) * config.kl.coefficient
         distance = evaluated.reference
         _subtract_divergence(evaluated, held, log_ratio, distance, config.kl.estimator)
@@ -280,6 +284,8 @@ def _subtract_divergence(
     estimator: Literal["k1", "k2", "k3"],
 ) -> None:
     """One gradient sg(r) sg(d) ∇c whatever estimate is reported; see `learner.kl`."""
+    # Where nothing diverges there is nothing to weigh: an infinite weight would leave a NaN.
+    factors = factors.masked_fill(distance == 0, 0.0)
     weighted = log_ratio.masked_fill(factors == 0, 0.0).exp_().mul_(factors)
     evaluated.value = evaluated.value - (weighted * kl.estimate(estimator, distance)).sum()
     evaluated.slope = evaluated.slope - weighted * distance

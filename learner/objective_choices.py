@@ -168,9 +168,6 @@ class KLConfig(Table):
     """Which estimate is reported; the gradient of place `loss` is the same for all three."""
     place: Literal["loss", "reward"] = "loss"
     """loss: exact at fixed prefixes. reward: p - f per token, the gradient of the sequence KL."""
-    optional: bool = False
-    """Stay off without a reference model instead of refusing the run; a coefficient that is given
-    makes it false."""
 
 
 class CovarianceConfig(Table):

@@ -4,10 +4,19 @@ Knows no torch and no run: what a choice computes is in `learner.objective`, and
 the run (its staleness bound, response limit, reference and critic) enters by `for_run`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import (
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import ErrorDetails
 
 from learner.objective_choices import (
     AdvantageConfig,
@@ -77,19 +86,32 @@ class ObjectiveConfig(Table):
     mask_truncated: bool = False
     """Leave samples that were cut off by the length limit out of training."""
 
-    @model_validator(mode="before")
+    _kl_is_the_presets: bool = PrivateAttr(default=False)
+    """Whether the KL coefficient is the preset's own, so that it stays off without a reference
+    model instead of refusing the run. Nobody's to set: a field would let a KL that is asked for
+    get past that refusal."""
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _expand_preset(cls, data: object) -> object:
+    def _expand_preset(cls, data: object, make: ModelWrapValidatorHandler[Self]) -> Self:
         if not isinstance(data, Mapping):
-            return data
+            return make(data)
         name = data.get("preset", "grpo")
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"unknown objective.preset {name!r}{nearest(str(name), PRESETS)}")
-        merged = _merged(PRESETS[name], data)
-        given = data.get("kl")
-        if isinstance(given, Mapping) and "coefficient" in given and "optional" not in given:
-            merged["kl"] = {**merged["kl"], "optional": False}
-        return merged
+        made = make(_merged(PRESETS[name], data))
+        given = data.get("kl", {})
+        own = isinstance(given, Mapping) and "coefficient" not in given
+        made._kl_is_the_presets = own and made.kl.coefficient > 0
+        return made
+
+    @model_serializer(mode="wrap")
+    def _leave_the_presets_kl_to_it(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Written out, the preset's coefficient would read as one that was asked for."""
+        content: dict[str, Any] = dump(self)
+        if self._kl_is_the_presets and "kl" in content:
+            content["kl"].pop("coefficient", None)
+        return content
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -133,7 +155,12 @@ class ObjectiveConfig(Table):
     @property
     def needs_reference(self) -> bool:
         """Whether a run without a reference model is refused."""
-        return self.kl.coefficient > 0 and not self.kl.optional
+        return self.kl.coefficient > 0 and not self._kl_is_the_presets
+
+    @property
+    def kl_in_loss(self) -> bool:
+        """Whether a reference changes the loss, rather than only what is reported."""
+        return self.kl.coefficient > 0 and self.kl.place == "loss"
 
     @property
     def needs_critic(self) -> bool:
@@ -159,8 +186,8 @@ class ObjectiveConfig(Table):
         has_reference: bool = False,
         has_critic: bool = False,
     ) -> "ObjectiveConfig":
-        """This objective with the run's bounds filled in where it has none of its own, and an
-        optional KL term switched off where the run has no reference model.
+        """This objective with the run's bounds filled in where it has none of its own, and the
+        preset's own KL term switched off where the run has no reference model.
 
         Raises ValueError when the run lacks what `needs_critic` or `needs_reference` say, when a
         group statistic is asked of groups of one, and when `max_staleness` was set here to
@@ -177,9 +204,11 @@ class ObjectiveConfig(Table):
         if self.aggregation.kind == "constant" and self.aggregation.max_tokens is None:
             limit = {"max_tokens": max_response_tokens}
             changes["aggregation"] = self.aggregation.model_copy(update=limit)
-        if self.kl.optional and not has_reference:
+        if self._kl_is_the_presets and not has_reference:
             changes["kl"] = self.kl.model_copy(update={"coefficient": 0.0})
-        return self.model_copy(update=changes)
+        filled = self.model_copy(update=changes)
+        filled._kl_is_the_presets = False
+        return filled
 
     def _lacking(self, samples_per_group: int, has_reference: bool, has_critic: bool) -> str:
         if self.needs_critic and not has_critic:
@@ -204,9 +233,48 @@ class ObjectiveConfig(Table):
 def expand(name: str, overrides: Mapping[str, Any] | None = None) -> ObjectiveConfig:
     """The preset `name` with `overrides` (nested like the fields) applied.
 
-    Raises pydantic's ValidationError (a ValueError) with one sentence per problem.
+    Raises ValueError with one sentence per problem, a line each.
     """
-    return ObjectiveConfig.model_validate({**(overrides or {}), "preset": name})
+    overrides = {} if overrides is None else overrides
+    if not isinstance(overrides, Mapping):
+        raise ValueError(f"overrides are {overrides!r}, expected a table of fields")
+    if (other := overrides.get("preset", name)) != name:
+        raise ValueError(
+            f"overrides name the preset {other!r}, expected none: the preset is {name!r}"
+        )
+    try:
+        return ObjectiveConfig.model_validate({**overrides, "preset": name})
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    raise ValueError("\n".join(map(_sentence, details)))
+
+
+def _sentence(detail: ErrorDetails) -> str:
+    """Key, what was found there and what was expected."""
+    *above, last = detail["loc"] or ("",)
+    key = ".".join(map(str, detail["loc"]))
+    match detail["type"]:
+        case "value_error":
+            return detail["msg"].removeprefix("Value error, ")
+        case "extra_forbidden":
+            known = dict.fromkeys(_fields_at(above))
+            return f"unknown key {key!r}{nearest(str(last), known)}"
+        case "model_type":
+            expected = "a table of fields"
+        case _:
+            message = detail["msg"]
+            expected = (message[:1].lower() + message[1:]).removeprefix("input should be ")
+    return f"{key} is {detail['input']!r}, expected {expected}"
+
+
+def _fields_at(path: list[int | str]) -> Iterator[str]:
+    """Names of the fields of the table at `path`."""
+    table: Any = ObjectiveConfig
+    for part in path:
+        if isinstance(part, str):
+            # keep is the one list of tables that there is.
+            table = KeepInterval if part == "keep" else table.model_fields[part].annotation
+    yield from table.model_fields
 
 
 def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

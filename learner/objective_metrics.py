@@ -35,6 +35,8 @@ BINS = 4 * OCTAVES
 FIRST_BIN = (127 + LOWEST_OCTAVE) << 2
 LARGEST_LOG = 40.0
 """exp of more overflows float32 sums; such a ratio is the only sample that counts anyhow."""
+_LEAST_SPREAD = 1e-5
+"""Of a variance, as a share of the mean square."""
 
 SUMS: dict[str, int] = {
     "loss": 1,
@@ -183,10 +185,11 @@ def _means(one: Mapping[str, float], sums: Mapping[str, list[float]]) -> dict[st
     if live := sum(one[f"mismatch/tokens/{i}"] for i in origins):
         p, p_sq, cross, d_sq = (value / live for value in sums["old_slope"])
         d = sum(sums[f"mismatch/moments/{i}"][0] for i in origins) / live
-        spread = math.sqrt(max(p_sq - p * p, 0.0) * max(d_sq - d * d, 0.0))
-        if spread > 0:
-            means["mismatch_old_correlation"] = (cross - p * d) / spread
-            means["mismatch_old_slope"] = (cross - p * d) / (p_sq - p * p)
+        p_spread, d_spread = p_sq - p * p, d_sq - d * d
+        # A variance that is only what sums in float32 leave of equal values says nothing.
+        if p_spread > _LEAST_SPREAD * p_sq and d_spread > _LEAST_SPREAD * d_sq:
+            means["mismatch_old_correlation"] = (cross - p * d) / math.sqrt(p_spread * d_spread)
+            means["mismatch_old_slope"] = (cross - p * d) / p_spread
     return means
 
 
@@ -224,11 +227,16 @@ def _part_summaries(
     bins = [sums[f"{part}/histogram/{i}"] for i in places]
     largest = [maxima[f"{part}/abs/{i}"][0] for i in places]
     overall = [[sum(column) for column in zip(*rows, strict=True)] for rows in (moments, bins)]
-    result = _part_summary(part, "", sum(counts), overall[0], overall[1], max(largest))
+    result = _part_summary(part, "", sum(counts), overall[0], overall[1], _largest(largest))
     if by_origin:
         for i, origin in enumerate(ORIGINS):
             result |= _part_summary(part, f"/{origin}", counts[i], moments[i], bins[i], largest[i])
     return result
+
+
+def _largest(values: list[float]) -> float:
+    """NaN where one is: `max` would keep it or not, by its place."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _part_summary(

@@ -30,7 +30,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "clip": {"kind": "ppo", "low": 0.2, "high": 0.2},
         "correction": "tis",
         "aggregation": {"kind": "sequence_mean"},
-        "kl": {"coefficient": 0.001, "optional": True},
+        "kl": {"coefficient": 0.001},
     },
     "dr_grpo": {
         "advantage": {"baseline": "group_mean", "scale": "none"},

@@ -26,6 +26,19 @@ class Surrogate:
     bounded: Tensor
 
 
+@dataclass(frozen=True)
+class Weighing:
+    """What weighs a token beside its ratio and advantage, [N]; None is 1."""
+
+    weights: Tensor | None
+    """w, within the cap."""
+    log_weights: Tensor | None
+    """log w before the cap."""
+    log_cap: float
+    shares: Tensor | None
+    """a."""
+
+
 def rounding_slack(dtype: torch.dtype) -> float:
     """Distance in log space within which a ratio counts as lying on a bound.
 
@@ -55,28 +68,53 @@ def through_the_mean(slope: Tensor, sample_index: Tensor, lengths: Tensor) -> Te
 
 
 def surrogate(
-    clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, factors: Tensor
+    clip: ClipConfig, log_ratio: Tensor, logprobs: Tensor, advantages: Tensor, weighing: Weighing
 ) -> Surrogate:
-    """S(u, A) of each token times factors / A, to be maximised; all inputs [N] and finite.
+    """S(u, A) of each token times its weights, to be maximised; all inputs [N] and finite.
 
-    `advantages` decide the side of the clip, `factors` are they times whatever weighs a token
-    (>= 0). ppo is min(r A, clip(r, 1 - low, 1 + high) A), with max(., dual A) where A < 0 and dual
-    is set; cispo is sg(clip(r, low, high)) A c (MiniMax-M1, arXiv 2506.13585); none is r A. On a
-    bound the gradient stays.
+    ppo is min(r A, clip(r, 1 - low, 1 + high) A), with max(., dual A) where A < 0 and dual is set;
+    cispo is sg(clip(r, low, high)) A c (MiniMax-M1, arXiv 2506.13585); none is r A. On a bound the
+    gradient stays. A token with A = 0 contributes exactly 0, however large its weight or ratio is.
     """
+    bounded = _bounded(clip, log_ratio, advantages)
+    value = _weighed(bounded, advantages, weighing)
     if clip.kind == "none":
-        # Masked before `exp`: an overflowing ratio times a zero advantage would be NaN.
-        log_ratio = log_ratio.masked_fill(advantages == 0, 0.0)
-        value = log_ratio.exp().mul_(factors)
-        return Surrogate(value, value, log_ratio)
-    above, below = clip_bounds(clip, rounding_slack(log_ratio.dtype))
+        return Surrogate(value, value, bounded)
     if clip.kind == "cispo":
-        bounded = log_ratio.clamp(*above)
-        slope = bounded.exp().mul_(factors)
-        return Surrogate(slope * logprobs, slope, bounded)
-    bounded = torch.where(advantages < 0, log_ratio.clamp(*below), log_ratio.clamp(max=above[1]))
-    value = bounded.exp().mul_(factors)
+        return Surrogate(value * logprobs, value, bounded)
     return Surrogate(value, value.masked_fill(bounded != log_ratio, 0.0), bounded)
+
+
+def _bounded(clip: ClipConfig, log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """u where the clip leaves it, else the bound itself: slack decides, but is no part of it."""
+    if clip.kind == "none":
+        return log_ratio
+    within, at = (clip_bounds(clip, slack) for slack in (rounding_slack(log_ratio.dtype), 0.0))
+    if clip.kind == "cispo":
+        return torch.where(
+            log_ratio.clamp(*within[0]) == log_ratio, log_ratio, log_ratio.clamp(*at[0])
+        )
+    negative = advantages < 0
+    above, below = (
+        torch.where(negative, log_ratio.clamp(*side[1]), log_ratio.clamp(max=side[0][1]))
+        for side in (within, at)
+    )
+    return torch.where(above == log_ratio, log_ratio, below)
+
+
+def _weighed(log_ratio: Tensor, advantages: Tensor, weighing: Weighing) -> Tensor:
+    nothing = advantages == 0
+    # Masked before `exp`: an overflowing ratio or weight times a zero advantage would be NaN.
+    log_ratio = log_ratio.masked_fill(nothing, 0.0)
+    others = advantages if weighing.shares is None else advantages * weighing.shares
+    if weighing.weights is None:
+        return log_ratio.exp().mul_(others)
+    value = log_ratio.exp().mul_(weighing.weights).mul_(others)
+    # One of r and w may overflow while the other underflows; their product does neither.
+    log_weights = weighing.log_weights
+    assert log_weights is not None
+    joint = (log_ratio + log_weights.clamp(max=weighing.log_cap)).exp_().mul_(others)
+    return torch.where(value.isfinite(), value, joint).masked_fill_(nothing, 0.0)
 
 
 def clip_bounds(clip: ClipConfig, slack: float) -> tuple[tuple[float, float], tuple[float, float]]:

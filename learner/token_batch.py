@@ -1,6 +1,6 @@
 """Response tokens of some samples, flat, and how a batch of them is counted."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -31,7 +31,7 @@ class TokenBatch:
     """
 
     sample_index: Tensor
-    """int64[N]: sample of each token, in [0, num_samples)."""
+    """int64[N]: sample of each token, in [0, num_samples) within `mask`."""
     mask: Tensor
     """bool[N]: data mask; false for tool tokens and for samples that must not train."""
     behavior_logprobs: Tensor
@@ -69,6 +69,7 @@ TOKEN_FIELDS = (
     "position",
 )
 """The fields of TokenBatch that hold one value per token."""
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class BatchCount(Protocol):
@@ -89,7 +90,9 @@ class Normalizer:
 
 
 def count_batch(batch: TokenBatch) -> Normalizer:
-    """Counts of this batch alone (0-d tensors); sum them over micro-batches and ranks."""
+    """Counts of this batch alone (0-d tensors); sum them over micro-batches and ranks. Raises
+    ValueError for a sample that does not exist."""
+    batch = with_known_samples(batch)
     lengths = segment_count(batch.mask, batch.sample_index, batch.num_samples)
     return Normalizer(tokens=lengths.sum(), samples=lengths.count_nonzero())
 
@@ -104,8 +107,29 @@ def sample_lengths(
 def fate_counts(fates: Tensor, sample_index: Tensor, num_samples: int) -> Tensor:
     """Tokens of each sample by fate: int64[S, len(TokenFate)]."""
     kinds = len(TokenFate)
-    flat = torch.bincount(sample_index * kinds + fates.long(), minlength=num_samples * kinds)
-    return flat.view(num_samples, kinds)
+    # A token outside the data mask may name a sample that does not exist.
+    known = (sample_index >= 0) & (sample_index < num_samples)
+    places = sample_index[known] * kinds + fates[known].long()
+    return torch.bincount(places, minlength=num_samples * kinds).view(num_samples, kinds)
+
+
+def with_known_samples(batch: TokenBatch) -> TokenBatch:
+    """The batch with every token in a sample that exists. Raises ValueError where an unmasked one
+    is in none."""
+    index, samples = batch.sample_index, batch.num_samples
+    if not len(index):
+        return batch
+    low, high = (int(value) for value in index.aminmax())
+    if low >= 0 and high < samples:
+        return batch
+    bad = (batch.mask & ((index < 0) | (index >= samples))).nonzero().flatten()
+    if len(bad):
+        raise ValueError(
+            f"sample_index of token {int(bad[0])} is {int(index[bad[0]])}, "
+            f"expected one of [0, {samples})"
+        )
+    samples = max(samples, 1)
+    return replace(batch, sample_index=index.clamp(0, samples - 1), num_samples=samples)
 
 
 def stale_tokens(config: ObjectiveConfig, batch: TokenBatch) -> Tensor | None:
@@ -130,16 +154,29 @@ def check_batch(config: ObjectiveConfig, logprobs: Tensor, batch: TokenBatch) ->
             raise ValueError(
                 f"{name} has shape {tuple(values.shape)}, logprobs {tuple(logprobs.shape)}"
             )
+    for name in ("sample_index", "version_lag", "position"):
+        values = getattr(batch, name)
+        if values is not None and values.dtype not in _WHOLE_NUMBERS:
+            raise ValueError(f"{name} is {values.dtype}, expected whole numbers, as torch.int64")
     if logprobs.dim() != 1:
         raise ValueError(f"logprobs must be flat over tokens, got shape {tuple(logprobs.shape)}")
+    _check_fields(config, batch)
+
+
+def _check_fields(config: ObjectiveConfig, batch: TokenBatch) -> None:
     if config.needs_old and batch.old_logprobs is None:
         raise ValueError(
             f"old_logprobs are missing, and ratio.anchor {config.ratio.anchor!r}, the correction, "
             "the covariance term or KL in the reward needs them"
         )
+    if config.max_staleness is not None and batch.version_lag is None:
+        raise ValueError(
+            f"version_lag is missing, and max_staleness {config.max_staleness} needs it; zeros say "
+            "that every token is of the newest version"
+        )
     if config.entropy_bonus and batch.entropy is None:
         raise ValueError("entropy is missing, and entropy_bonus needs it")
-    if config.needs_reference and config.kl.place == "loss" and batch.reference_logprobs is None:
+    if config.needs_reference and config.kl_in_loss and batch.reference_logprobs is None:
         raise ValueError("reference_logprobs are missing, and kl.coefficient needs them")
     if config.aggregation.kind == "constant" and config.aggregation.max_tokens is None:
         raise ValueError(

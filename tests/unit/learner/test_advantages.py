@@ -142,6 +142,27 @@ def test_float32_rewards_give_float32_advantages():
     torch.testing.assert_close(got.double(), advantages_of("grpo"), rtol=1e-6, atol=0)
 
 
+def test_whole_number_rewards_are_not_truncated():
+    rewards, groups = torch.tensor([0, 1, 1]), torch.zeros(3).long()
+    got = advantages_of("grpo", rewards, groups)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, advantages_of("grpo", rewards.float(), groups))
+    assert torch.equal(got, advantages_of("grpo", rewards.bool(), groups))
+    assert got[0].item() < 0 < got[1].item()
+
+
+@pytest.mark.parametrize("name", PER_SAMPLE)
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_valid_sample_with_a_reward_that_is_not_finite_is_refused(name, reward):
+    rewards = REWARDS.clone()
+    rewards[3] = reward
+    sentence = f"sample 3 of group 3 has the reward {reward}, expected a finite number; mark a"
+    with pytest.raises(ValueError, match=sentence):
+        advantages_of(name, rewards)
+    valid = torch.arange(6) != 3
+    assert advantages_of(name, rewards, valid=valid).isfinite().all()
+
+
 def test_trainable_samples_need_a_second_scored_sample_only_under_a_group_statistic():
     valid = torch.tensor([True, True, False, True, False, True])
     assert trainable_samples(GROUPS, valid, expand("rloo")).tolist() == [
@@ -243,6 +264,18 @@ def test_gae_samples_may_lie_in_any_order():
     moved = gae(rewards[order], values[order], mask[order], index[order], 0.9, 0.8)
     for got, expected in zip(moved, gae(rewards, values, mask, index, 0.9, 0.8), strict=True):
         torch.testing.assert_close(got, expected[order])
+
+
+@pytest.mark.parametrize(("name", "value"), [("gamma", 1.1), ("lam", -0.1), ("lam", float("nan"))])
+def test_gae_refuses_a_discount_outside_0_and_1(name, value):
+    with pytest.raises(ValueError, match=rf"{name} is {value}, expected a number in \[0, 1\]"):
+        gae(*random_tokens(), **{"gamma": 0.9, "lam": 0.8, name: value})
+
+
+def test_gae_has_no_gradient():
+    rewards, values, mask, index = random_tokens()
+    values.requires_grad_()
+    assert not any(found.requires_grad for found in gae(rewards, values, mask, index, 0.9, 0.8))
 
 
 def test_gae_of_nothing():

@@ -10,7 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner import fused, fused_types
-from learner.objective import TokenBatch, TokenFate, evaluate, preset
+from learner.objective import (
+    TokenBatch,
+    TokenFate,
+    count_batch,
+    evaluate,
+    fate_counts,
+    preset,
+)
 from learner.objective_metrics import SUM_STARTS, SUMS
 from learner.presets import PRESETS
 from learner.token_batch import TOKEN_FIELDS
@@ -63,6 +70,15 @@ def configs(draw):
         return preset(name, {"aggregation": {"max_tokens": 10}})
 
 
+def usable(config, batch):
+    """The config, without a staleness bound where the batch has no lags."""
+    return (
+        config
+        if batch.version_lag is not None
+        else config.model_copy(update={"max_staleness": None})
+    )
+
+
 @st.composite
 def batches(draw):
     """Current log-probabilities and a batch in float32, with empty samples, lags, and anything
@@ -98,7 +114,17 @@ def batches(draw):
         name: torch.where(mask, getattr(batch, name), filler)
         for name in ("behavior_logprobs", "old_logprobs", "advantages")
     }
+    stray = draw(st.sampled_from([None, -1, len(lengths), 99]))
+    if stray is not None:
+        spoilt["sample_index"] = torch.where(mask, index, stray)
+    if draw(st.booleans()):
+        reference = old + 0.1 * torch.randn(size, generator=generator)
+        spoilt["reference_logprobs"] = torch.where(mask, reference, filler)
     return torch.where(mask, current, filler), replace(batch, **spoilt)
+
+
+def without_kl_in_loss(config):
+    return config.model_copy(update={"kl": config.kl.model_copy(update={"coefficient": 0.0})})
 
 
 def both(config, logprobs, batch):
@@ -116,6 +142,7 @@ def both(config, logprobs, batch):
 @given(configs(), batches(), st.booleans())
 def test_loops_and_torch_agree(config, given_batch, without_old):
     logprobs, batch = given_batch
+    config = without_kl_in_loss(usable(config, batch))
     if without_old and not config.needs_old:
         batch = replace(batch, old_logprobs=None)
     with torch.no_grad():
@@ -250,6 +277,7 @@ def test_what_the_loops_cannot_take_is_left_to_torch(change):
         logprobs = logprobs.double()
     elif change == "reference":
         batch = replace(batch, reference_logprobs=batch.old_logprobs)
+        overrides["kl"] = {"coefficient": 0.1}
     elif change == "entropy bonus":
         overrides["entropy_bonus"] = 0.1
     elif change == "covariance":
@@ -266,6 +294,136 @@ def test_a_non_finite_log_probability_inside_the_mask_is_not_hidden(correction):
     logprobs[batch.mask.nonzero()[0]] = NAN
     config = preset("grpo", {"correction": correction})
     assert evaluate(config, logprobs, batch, compiled=True).loss.isnan()
+
+
+@pytest.mark.parametrize("kl", [{"coefficient": 0.0}, {"coefficient": 0.1, "place": "reward"}])
+def test_a_reference_that_is_only_reported_is_no_reason_for_torch(kl):
+    logprobs, batch = long_batch(3_000)
+    batch = replace(batch, reference_logprobs=batch.old_logprobs - 0.3)
+    config = preset("grpo", {"max_staleness": 3, "kl": kl})
+    assert fused.contiguous_samples(config, logprobs, batch) is not None
+    (output, gradient), (expected, expected_gradient) = both(config, logprobs, batch)
+    close(gradient, expected_gradient, rtol=1e-6, atol=1e-12)
+    got, wanted = (one.metrics.finalise() for one in (output, expected))
+    assert got["kl"] == pytest.approx(wanted["kl"], rel=1e-5)
+    assert got.keys() == wanted.keys()
+
+
+def four(current, old, behavior, advantage):
+    """Four samples of one token each, all alike: log-probabilities and batch."""
+    index = torch.arange(4)
+    columns = [torch.full((4,), float(value)) for value in (behavior, old, advantage)]
+    return torch.full((4,), float(current)), TokenBatch(index, index >= 0, *columns, 4)
+
+
+def test_an_infinite_weight_of_a_zero_advantage_leaves_exactly_nothing():
+    index = torch.arange(8).repeat_interleave(1800)
+    old = torch.full((len(index),), -1.0)
+    batch = TokenBatch(index, index >= 0, old - 0.05, old, torch.zeros(len(index)), 8)
+    config = preset("grpo", {"correction": {"weight": "product", "cap": None}})
+    for output, gradient in both(config, old, batch):
+        assert output.loss.item() == 0.0
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+        assert output.metrics.total("mass").item() == 0.0
+
+
+@pytest.mark.parametrize(("clip", "advantage"), [("ppo", -1.0), ("none", 1.0), ("none", -1.0)])
+def test_a_weight_that_underflows_and_a_ratio_that_overflows_have_a_product(clip, advantage):
+    logprobs, batch = four(-0.5, -1e4, 0.0, advantage)
+    config = preset("grpo", {"clip": {"kind": clip}})
+    for output, gradient in both(config, logprobs, batch):
+        product = advantage * torch.tensor(-0.5).exp()
+        close(output.loss, -product, rtol=1e-6, atol=0)
+        close(gradient, (-product / 4).expand(4), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("clip", "ratio", "advantage", "value"),
+    [
+        ({}, 50.0, 1.0, 1.2),
+        ({}, 0.02, -1.0, -0.8),
+        ({"dual": 3.0}, 50.0, -1.0, -3.0),
+        ({"kind": "cispo", "low": 0.5, "high": 5.0}, 50.0, 1.0, 5.0),
+    ],
+)
+def test_a_flat_token_has_the_value_of_the_bound_itself(clip, ratio, advantage, value):
+    logprobs, batch = four(torch.tensor(ratio).log() - 9, -9, -9, advantage)
+    for output, gradient in both(preset("grpo", {"clip": clip}), logprobs, batch):
+        found = -4 * gradient if "kind" in clip else -output.loss.expand(4)
+        close(found, torch.full((4,), value), rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["current", "old_logprobs", "behavior_logprobs"])
+def test_a_nan_inside_the_mask_reaches_the_same_maxima_and_names(name):
+    logprobs, batch = long_batch(3_000)
+    place = batch.mask.nonzero()[5]
+    if name == "current":
+        logprobs[place] = NAN
+    else:
+        values = getattr(batch, name).clone()
+        values[place] = NAN
+        batch = replace(batch, **{name: values})
+    config = preset("grpo", {"max_staleness": 9})
+    (output, _), (expected, _) = both(config, logprobs, batch)
+    close(output.metrics.maxima, expected.metrics.maxima, rtol=0, atol=0)
+    got, wanted = (one.metrics.finalise() for one in (output, expected))
+    assert got.keys() == wanted.keys()
+    part = "mismatch" if name == "behavior_logprobs" else "movement"
+    for metrics in (got, wanted):
+        assert torch.tensor(metrics[f"{part}_abs_max"]).isnan()
+
+
+def test_a_spread_that_is_only_rounding_has_no_correlation_on_either_way():
+    logprobs, batch = long_batch(3_000)
+    old = torch.full_like(logprobs, -0.7)
+    batch = replace(batch, old_logprobs=old, behavior_logprobs=old - 0.1)
+    for output, _ in both(preset("grpo"), logprobs, batch):
+        assert "mismatch_old_slope" not in output.metrics.finalise()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("stray", [-1, 9, 99])
+def test_masked_tokens_may_name_any_sample_and_others_only_one_that_exists(compiled, stray):
+    logprobs, batch = long_batch(3_000)
+    index, places = batch.sample_index.clone(), (~batch.mask).nonzero().flatten()
+    index[places] = stray if stray != 9 else batch.num_samples
+    config = preset("gspo", {"max_staleness": 3})
+    moved = replace(batch, sample_index=index)
+    outputs = [evaluate(config, logprobs, one, compiled=compiled) for one in (batch, moved)]
+    assert torch.equal(outputs[0].loss, outputs[1].loss)
+    assert torch.equal(outputs[0].fates, outputs[1].fates)
+    close(outputs[0].metrics.sums, outputs[1].metrics.sums, rtol=1e-6, atol=1e-9)
+    assert count_batch(moved).samples == count_batch(batch).samples
+    counts = [fate_counts(outputs[0].fates, one.sample_index, 10)[:, 1:] for one in (batch, moved)]
+    assert torch.equal(*counts)
+    index[batch.mask.nonzero()[7]] = stray if stray != 9 else batch.num_samples
+    sentence = r"sample_index of token \d+ is -?\d+, expected one of \[0, 10\)"
+    with pytest.raises(ValueError, match=sentence):
+        evaluate(config, logprobs, moved, compiled=compiled)
+
+
+def test_a_batch_that_is_all_masked_may_have_no_samples():
+    logprobs, batch = four(-1, -1, -1, 1)
+    batch = replace(batch, mask=batch.mask & False, sample_index=-batch.sample_index, num_samples=0)
+    for output, gradient in both(preset("grpo"), logprobs, batch):
+        assert output.loss.item() == 0.0
+        assert torch.equal(gradient, torch.zeros(4))
+
+
+@pytest.mark.parametrize("name", ["sample_index", "version_lag", "position"])
+def test_a_field_of_whole_numbers_in_floating_point_is_refused(name):
+    logprobs, batch = long_batch(3_000)
+    batch = replace(batch, **{name: getattr(batch, name).float()})
+    with pytest.raises(ValueError, match=rf"{name} is torch.float32, expected whole numbers"):
+        evaluate(preset("grpo"), logprobs, batch)
+
+
+def test_a_staleness_bound_without_lags_is_refused():
+    logprobs, batch = long_batch(3_000)
+    batch = replace(batch, version_lag=None)
+    evaluate(preset("grpo"), logprobs, batch)
+    with pytest.raises(ValueError, match="version_lag is missing, and max_staleness 2 needs it"):
+        evaluate(preset("grpo", {"max_staleness": 2}), logprobs, batch)
 
 
 def test_few_tokens_are_left_to_torch_without_importing_numba():

@@ -1,5 +1,6 @@
 """The objective's presets and the sentences with which the learner's config refuses and warns."""
 
+import pickle
 import re
 import subprocess
 import sys
@@ -51,6 +52,11 @@ def test_a_correction_name_replaces_the_whole_correction(name):
     assert config.correction.model_dump(mode="json") == CORRECTIONS[name]
 
 
+def test_a_correction_table_is_merged_into_the_presets():
+    correction = expand("grpo", {"correction": {"weight": "product"}}).correction
+    assert (correction.weight, correction.cap) == ("product", 2.0)
+
+
 def test_objective_table_with_a_preset_inside_the_learner_table():
     config = LearnerConfig.model_validate({"objective": {"preset": "gspo", "clip": {"high": 5e-4}}})
     assert config.objective == expand("gspo", {"clip": {"high": 5e-4}})
@@ -61,7 +67,11 @@ def test_objective_table_with_a_preset_inside_the_learner_table():
     [
         ("grpo", {"advantage": {"baseline": "critic"}}, "set scale to 'none'"),
         ("grpo", {"kl": {"coefficient": -0.001}}, "greater than or equal to 0"),
-        ("grpo", {"kl": {"estimator": "k4"}}, "Input should be 'k1', 'k2' or 'k3'"),
+        (
+            "grpo",
+            {"kl": {"estimator": "k4"}},
+            "kl.estimator is 'k4', expected 'k1', 'k2' or 'k3'",
+        ),
         ("dapo", {"covariance": {"low": 6.0}}, "covariance.low 6.0 is above covariance.high 5.0"),
         (
             "gspo",
@@ -99,14 +109,38 @@ def test_objective_table_with_a_preset_inside_the_learner_table():
             {"correction": {"keep": [{"statistic": "token", "low": 1.2}]}},
             "less than or equal to 1",
         ),
-        ("grpo", {"clp": {"low": 0.1}}, "Extra inputs are not permitted"),
+        ("grpo", {"clp": {"low": 0.1}}, "unknown key 'clp'; did you mean 'clip'?"),
+        ("grpo", {"clip": {"lwo": 0.1}}, "unknown key 'clip.lwo'; did you mean 'low'?"),
+        ("grpo", {"correction": {"kep": []}}, "unknown key 'correction.kep'; did you mean 'keep'?"),
+        (
+            "grpo",
+            {"correction": {"keep": [{"statistic": "token", "hgh": 2.0}]}},
+            "unknown key 'correction.keep.0.hgh'; did you mean 'high'?",
+        ),
+        ("grpo", {"clip": 3}, "clip is 3, expected a table of fields"),
+        ("grpo", {"correction": 3}, "correction is 3, expected a table of fields"),
+        ("grpo", {"entropy_bonus": "much"}, "entropy_bonus is 'much', expected a valid number"),
+        ("grpo", {"kl": {"optional": True}}, "unknown key 'kl.optional'; known are coefficient"),
+        ("grpo", {"preset": "dapo"}, "overrides name the preset 'dapo', expected none"),
+        ("grpo", [1], "overrides are [1], expected a table of fields"),
+        (["grpo"], {}, "unknown objective.preset ['grpo']"),
     ],
 )
 def test_refusals_say_why(preset, overrides, sentence):
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(ValueError) as refused:
         expand(preset, overrides)
     assert sentence in str(refused.value)
-    assert refused.value.error_count() == 1
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_every_problem_of_the_overrides_has_a_sentence():
+    with pytest.raises(ValueError) as refused:
+        expand("grpo", {"clip": {"low": -1, "high": "wide"}, "max_staleness": -2})
+    assert str(refused.value).splitlines() == [
+        "clip.low is -1, expected greater than or equal to 0",
+        "clip.high is 'wide', expected a valid number, unable to parse string as a number",
+        "max_staleness is -2, expected greater than or equal to 0",
+    ]
 
 
 def test_keep_intervals_on_a_behavior_anchor_are_accepted():
@@ -218,6 +252,33 @@ def test_grpos_own_kl_stays_off_without_a_reference_and_is_on_with_one():
     assert expand("grpo", {"kl": {"estimator": "k1"}}).for_run(**RUN).kl.coefficient == 0.0
 
 
+def test_grpos_own_kl_is_still_its_own_after_a_round_trip_and_decided_after_for_run():
+    for overrides in ({}, {"kl": {"estimator": "k1"}}):
+        grpo = expand("grpo", overrides)
+        for again in (
+            ObjectiveConfig.model_validate(grpo.model_dump(mode="json")),
+            LearnerConfig.model_validate(
+                LearnerConfig(objective=grpo).model_dump(mode="json")
+            ).objective,
+            pickle.loads(pickle.dumps(grpo)),
+        ):
+            assert again == grpo
+            assert again.for_run(**RUN).kl.coefficient == 0.0
+        for has_reference, coefficient in ((False, 0.0), (True, 0.001)):
+            decided = grpo.for_run(**RUN, has_reference=has_reference)
+            content = decided.model_dump(mode="json")
+            assert content["kl"]["coefficient"] == coefficient
+            assert ObjectiveConfig.model_validate(content) == decided
+            assert decided.needs_reference is has_reference
+
+
+def test_no_key_gets_a_kl_that_is_asked_for_past_its_refusal():
+    for name in ("optional", "_kl_is_the_presets", "kl_is_the_presets"):
+        for overrides in ({"kl": {"coefficient": 0.1, name: True}}, {name: True}):
+            with pytest.raises(ValueError, match="unknown key"):
+                expand("grpo", overrides)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dapo"])
 def test_kl_that_is_asked_for_is_refused_without_a_reference(name):
     asked = expand(name, {"kl": {"coefficient": 0.001}})
@@ -243,6 +304,13 @@ def test_kl_in_the_reward_needs_old_log_probabilities():
     assert expand("cispo", {"kl": {"coefficient": 0.1, "place": "reward"}}).needs_old
     assert not expand("cispo", {"kl": {"coefficient": 0.1}}).needs_old
     assert expand("cispo", {"covariance": {"kind": "kl"}}).needs_old
+
+
+def test_no_blank_line_cuts_a_table_of_the_page_of_presets():
+    lines = (Path(__file__).parents[3] / "docs/presets.md").read_text().splitlines()
+    rows = [number for number, line in enumerate(lines) if line.startswith("|")]
+    heads = [number for number in rows if not lines[number - 1].startswith("|")]
+    assert all(lines[number + 1].startswith("| ---") for number in heads)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -251,6 +251,7 @@ def test_token_and_sample_order_do_not_matter(variant):
 def test_values_outside_the_data_mask_do_not_matter(variant, filler):
     config = variant_config(variant)
     logprobs, batch = random_batch()
+    batch = replace(batch, version_lag=torch.zeros_like(batch.sample_index))
     whole, gradient = loss_and_gradient(config, logprobs, batch)
 
     def spoilt(values):
