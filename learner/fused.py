@@ -207,8 +207,12 @@ def _rules(
     bounds, at = clip_bounds(clip, slack), clip_bounds(clip, 0.0)
     cap_bound = math.inf if correction.cap is None else math.log(correction.cap)
     # Slack decides which side of a bound a ratio is on; what it is cut to is the bound itself.
-    low, high = (tuple(_with_ratio(side[end])[0] for side in bounds) for end in (0, 1))
-    low_ratio, high_ratio = (tuple(_with_ratio(side[end])[1] for side in at) for end in (0, 1))
+    (above_low, above_high), (below_low, below_high) = bounds
+    low = _with_ratio(above_low)[0], _with_ratio(below_low)[0]
+    high = _with_ratio(above_high)[0], _with_ratio(below_high)[0]
+    (above_low, above_high), (below_low, below_high) = at
+    low_ratio = _with_ratio(above_low)[1], _with_ratio(below_low)[1]
+    high_ratio = _with_ratio(above_high)[1], _with_ratio(below_high)[1]
     largest_log, largest = _with_ratio(LARGEST_LOG)
     log_cap, cap = _with_ratio(cap_bound)
     weight = correction.weight

@@ -373,10 +373,10 @@ def test_a_nan_inside_the_mask_reaches_the_same_maxima_and_names(name):
         assert torch.tensor(metrics[f"{part}_abs_max"]).isnan()
 
 
-def test_a_spread_that_is_only_rounding_has_no_correlation_on_either_way():
+@pytest.mark.parametrize("constant", [-0.7, -0.3, -1.1, -2.3])
+def test_a_spread_that_is_only_rounding_has_no_correlation_on_either_way(constant):
     logprobs, batch = long_batch(3_000)
-    old = torch.full_like(logprobs, -0.7)
-    batch = replace(batch, old_logprobs=old, behavior_logprobs=old - 0.1)
+    batch = replace(batch, old_logprobs=torch.full_like(logprobs, constant))
     for output, _ in both(preset("grpo"), logprobs, batch):
         assert "mismatch_old_slope" not in output.metrics.finalise()
 
