@@ -19,10 +19,15 @@ pytestmark = pytest.mark.integration
 FAST = ("--evaluation.max_tasks", "32", "--evaluation.samples_per_task", "2")
 
 
+PPO = '{ preset = "ppo", kl = { coefficient = 0.01, place = "reward" } }'
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
-    """A run that trained a few steps to its end."""
-    run = LiveRun(QUICKSTART, tmp_path_factory.mktemp("finished"), ["--steps", "6", *FAST])
+    """A run that trained a few steps to its end, with every model that a learner may have: policy,
+    critic and reference."""
+    options = ["--steps", "6", "--learner.objective", PPO, "--learner.reference", "{}", *FAST]
+    run = LiveRun(QUICKSTART, tmp_path_factory.mktemp("finished"), options)
     assert run.wait() == 0, run.output
     return run
 
@@ -128,12 +133,7 @@ def test_a_wrong_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
     assert "learner.optimiser" in answer.stderr and "optimizer" in answer.stderr
 
 
-def test_ppo_with_a_critic_and_a_reference_runs_in_the_loop(tmp_path: Path) -> None:
-    objective = '{ preset = "ppo", kl = { coefficient = 0.01, place = "reward" } }'
-    options = ["--steps", "3", "--learner.objective", objective, "--learner.reference", "{}"]
-    run = LiveRun(QUICKSTART, tmp_path, [*options, *FAST])
-    assert run.wait() == 0, run.output
-    steps = run.steps()
+def test_ppo_with_a_critic_and_a_reference_runs_in_the_loop(finished: LiveRun) -> None:
+    steps = finished.steps()
     assert all(step["learner"]["value_grad_norm"] > 0 for step in steps)
     assert abs(steps[0]["learner"]["kl"]) < 1e-5
-    assert run.summary()["ledger"]["balanced"]
