@@ -247,6 +247,6 @@ def _by_size(batch: TokenBatch, evaluated: Evaluated, tally: Tally) -> None:
     tally.add("length_tokens", segment_sum(lengths, bucket, len(SIZES)))
     tally.add("length_masked", segment_sum(missing, bucket, len(SIZES)))
     if batch.position is not None:
-        bucket = torch.bucketize(batch.position, edges, right=True)
+        bucket = torch.bucketize(batch.position.contiguous(), edges, right=True)
         tally.add("position_tokens", torch.bincount(bucket[batch.mask], minlength=len(SIZES)))
         tally.add("position_masked", torch.bincount(bucket[lost], minlength=len(SIZES)))
