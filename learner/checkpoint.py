@@ -9,7 +9,6 @@ visible to every rank.
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from learner.collective import Collective
-from learner.layout import COMPLETE
+from learner.layout import COMPLETE, finished_steps
 from learner.messages import CheckpointError, LearnerState, NotWritten
 from learner.optimizer import Optimizer
 from learner.versions import VersionStore
@@ -133,9 +132,9 @@ def commit(folder: Path, *, keep: int) -> None:
     os.rename(staging, folder)
     _sync(folder.parent)
     recover_replaced(folder.parent)
-    for old in complete_checkpoints(folder.parent)[:-keep]:
+    for step in finished_steps(folder.parent)[:-keep]:
         # Without its marker an interrupted removal is no checkpoint.
-        (old / COMPLETE).unlink()
+        (folder.with_name(f"step_{step}") / COMPLETE).unlink()
     for left in (*folder.parent.glob(".step_*.partial"), *folder.parent.glob("step_*")):
         # Of this removal, or of a save or a removal that was interrupted.
         if left.is_dir() and not (left / COMPLETE).exists():
@@ -151,16 +150,6 @@ def recover_replaced(parent: Path) -> None:
             shutil.rmtree(aside)
         else:
             os.rename(aside, folder)
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints `step_N` in `folder`, lowest N first."""
-    found = [
-        (int(match[1]), path)
-        for path in folder.glob("step_*")
-        if (match := re.fullmatch(r"step_(\d+)", path.name)) and (path / COMPLETE).exists()
-    ]
-    return [path for _, path in sorted(found)]
 
 
 def load_state(

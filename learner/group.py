@@ -8,9 +8,8 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,11 @@ class RankInfo:
 class _RankActor:
     """A rank whose references are Ray's. The driver never imports what a rank imports."""
 
-    def __init__(self, spec: LearnerSpec, rank: int, world: int) -> None:
-        if spec.logs is not None and Path(spec.logs).is_dir():
-            _redirect_output(Path(spec.logs) / f"learner-{rank}.log")
+    def __init__(
+        self, spec: LearnerSpec, rank: int, world: int, redirect: Callable[[str], None] | None
+    ) -> None:
+        if redirect is not None and spec.logs is not None and Path(spec.logs).is_dir():
+            redirect(f"{spec.logs}/learner-{rank}.log")
         from learner.rank import LearnerRank
 
         self._place = rank
@@ -80,8 +81,10 @@ class _RankActor:
 class LearnerGroup:
     """The ranks of one learner. Not for concurrent calls: each waits for the one before it."""
 
-    def __init__(self, spec: LearnerSpec) -> None:
+    def __init__(self, spec: LearnerSpec, redirect: Callable[[str], None] | None = None) -> None:
+        """`redirect(path)` sends what the calling process prints to a file; see `spec.logs`."""
         self._spec = spec
+        self._redirect = redirect
         self._config = spec.config
         self._actors: list[Any] = []
         self._infos: list[RankInfo] = []
@@ -113,7 +116,9 @@ class LearnerGroup:
         }
         actor = ray.remote(_RankActor).options(**options)
         world = config.ranks
-        self._actors = [actor.remote(self._spec, rank, world) for rank in range(world)]
+        self._actors = [
+            actor.remote(self._spec, rank, world, self._redirect) for rank in range(world)
+        ]
         timeout_s = config.start_timeout_s
         infos = [_result(actor.info.remote()) for actor in self._actors]
         self._infos = await self._settle("info", infos, timeout_s)
@@ -267,15 +272,6 @@ class LearnerGroup:
     def _local_pids(self) -> list[int]:
         # A host name is no proof: containers on several machines may share one.
         return [info.pid for info in self._infos if info.node_id == self._node_id]
-
-
-def _redirect_output(path: Path) -> None:
-    """All that this process and its libraries print goes to the end of `path`."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z process {os.getpid()} begins", flush=True)
 
 
 def _runs(pid: int) -> bool:

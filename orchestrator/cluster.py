@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import (
 from actors.process_log import redirect_output
 from actors.trajectory import TrajectoryMeta
 from actors.worker import MAX_CONCURRENCY, RolloutWorker
+from learner.group import LearnerGroup
 from learner.messages import LearnerSpec
 from orchestrator.capacity import Node, capacity_problems
 from orchestrator.config import RunConfig
@@ -200,9 +201,9 @@ def verifier_spawner(config: RunConfig, *, logs: Path) -> Callable[[str], Any]:
     return spawn
 
 
-def learner_spec(config: RunConfig, logs: Path) -> LearnerSpec:
-    """What the learner ranks of a run are built from."""
-    return LearnerSpec(
+def learner_group(config: RunConfig, logs: Path) -> LearnerGroup:
+    """A learner group of a run, not yet started; each rank prints to a file in `logs`."""
+    spec = LearnerSpec(
         model=config.model.path,
         config=config.learner,
         objective=config.learner.objective,
@@ -211,6 +212,7 @@ def learner_spec(config: RunConfig, logs: Path) -> LearnerSpec:
         seed=config.seed,
         logs=str(logs),
     )
+    return LearnerGroup(spec, redirect_output)
 
 
 class _StoreActor(TrajectoryStore):

@@ -20,12 +20,12 @@ from orchestrator.cursor import TaskCursor
 from orchestrator.errors import RunError
 from orchestrator.history.ledger import Ledger, LiveGroup
 from orchestrator.history.retention import Retention
-from orchestrator.history.trajectory_log import GroupKey
 from orchestrator.history.transitions import (
     Admitted,
     Dropped,
     Failed,
     Generated,
+    GroupKey,
     GroupState,
     Journal,
     Ready,

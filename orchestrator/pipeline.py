@@ -14,7 +14,6 @@ from ray.exceptions import RayActorError
 
 from actors.trajectory import TrajectoryMeta, WeightLabel
 from actors.weights import remove_staged
-from learner.group import LearnerGroup
 from orchestrator import cluster
 from orchestrator.autoscaling import autoscale
 from orchestrator.bottleneck import Phase
@@ -183,9 +182,8 @@ class Pipeline:
             note=self._reporter.note,
             progressed=self.changed.notify,
         )
-        spec = cluster.learner_spec(self._config, self._directory.logs)
         learner = SupervisedLearner(
-            lambda: LearnerGroup(spec),
+            lambda: cluster.learner_group(self._config, self._directory.logs),
             lambda group: redo(group, step=self.flow.step),
             budget=RestartBudget(self._config.supervision.restarts_per_hour),
             note=self._reporter.note,

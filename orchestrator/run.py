@@ -24,7 +24,7 @@ from orchestrator.console import Console
 from orchestrator.control.server import ControlServer
 from orchestrator.errors import EXIT_INTERRUPTED, EXIT_OK, ConfigError, Problem, RunError
 from orchestrator.flow import Flow
-from orchestrator.history.ledger_file import LedgerFile, steps_after
+from orchestrator.history.ledger_file import LedgerFile, last_step
 from orchestrator.history.resuming import differences, refusals
 from orchestrator.loops import first_cause
 from orchestrator.metrics import Metrics
@@ -95,7 +95,7 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
             logger.error("the run failed: %s", error)
             if error.culprit:
                 console.log_tail(directory.logs / f"{error.culprit}.log")
-            _tell_how_to_go_on(console, directory, ledger_file)
+            _tell_how_to_go_on(console, directory)
             raise
         finally:
             ray.shutdown()
@@ -104,11 +104,11 @@ def run(config: RunConfig, *, runs_folder: Path, resume: Path | None = None) -> 
     return EXIT_INTERRUPTED if outcome.interrupted else EXIT_OK
 
 
-def _tell_how_to_go_on(console: Console, directory: RunDirectory, ledger_file: LedgerFile) -> None:
+def _tell_how_to_go_on(console: Console, directory: RunDirectory) -> None:
     with suppress(RunError):  # the ledger itself may be what failed
-        if done := ledger_file.steps_after(0):
+        if done := last_step(directory.ledger):
             console.note(
-                f"{len(done)} steps are kept: `slipstream run CONFIG --resume "
+                f"{done} steps are kept: `slipstream run CONFIG --resume "
                 f"{directory.path.name}` goes on after them"
             )
 
@@ -205,7 +205,7 @@ def _directory(
 def _ranks_refused(directory: RunDirectory, config: RunConfig) -> list[Problem]:
     """Steps can only be done again by as many ranks, which also keep the versions for it."""
     newest = max(directory.checkpoint_steps(), default=0)
-    again = steps_after(directory.ledger, newest)
+    again = last_step(directory.ledger) > newest
     if not again and not config.deterministic:
         return []
     return [

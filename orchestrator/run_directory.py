@@ -7,14 +7,13 @@ crash never sees half of one.
 import fcntl
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from learner.layout import COMPLETE
+from learner.layout import finished_steps
 from orchestrator.errors import RunError, UsageError
 from orchestrator.records import finite_or_none
 
@@ -111,21 +110,8 @@ class RunDirectory:
         return self.checkpoints / f"step_{step}"
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps of the finished checkpoints, lowest first.
-
-        One that a kill caught while it was being replaced counts: loading it brings it back.
-        """
-        found = (
-            (re.fullmatch(r"step_(\d+)|\.step_(\d+)\.replaced", entry.name), entry)
-            for entry in self.checkpoints.iterdir()
-        )
-        return sorted(
-            {
-                int(match.group(1) or match.group(2))
-                for match, entry in found
-                if match and (entry / COMPLETE).is_file()
-            }
-        )
+        """Steps of the finished checkpoints, lowest first."""
+        return finished_steps(self.checkpoints)
 
     def set_aside_after(self, step: int) -> None:
         """Make checkpoints beyond `step` none: of a history that the ledger has lost, as after a

@@ -21,7 +21,8 @@ from actors.trajectory import (
     with_verdicts,
 )
 from learner.batch import GroupEntry
-from orchestrator.history.trajectory_log import GroupKey, TrajectoryLog
+from orchestrator.history.trajectory_log import TrajectoryLog
+from orchestrator.history.transitions import GroupKey
 
 STORE_TIMEOUT_S = 120.0
 """Seconds for one call to the store."""

@@ -131,10 +131,10 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form."""
-        where = {"step": self.step, "version": self.version}
         return {
             **self.report.as_dict(),
-            **where,
+            "step": self.step,
+            "version": self.version,
             "problem": self.problem,
             "balanced": self.balanced,
         }

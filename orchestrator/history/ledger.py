@@ -24,6 +24,7 @@ from orchestrator.history.transitions import (
     Dropped,
     Failed,
     Generated,
+    GroupKey,
     GroupState,
     GroupTransition,
     Journal,
@@ -158,7 +159,7 @@ class Ledger:
         """A group that has not ended, to read; None otherwise."""
         return self._live.get(group_id)
 
-    def ready(self) -> list[tuple[int, int]]:
+    def ready(self) -> list[GroupKey]:
         """Group and attempt of those that wait for the learner, in admission order."""
         found = self._live.items()
         return sorted((g, live.attempt) for g, live in found if live.state is GroupState.READY)

@@ -122,7 +122,12 @@ class LedgerFile:
 
     def steps_after(self, step: int) -> list[Stepped]:
         """Batch steps above `step`, in order."""
-        return steps_after(self._path, step)
+        query = (
+            "SELECT kind, content FROM transitions WHERE kind = 'Stepped' AND subject > ? "
+            "ORDER BY subject"
+        )
+        found = _rows(self._path, query, step)
+        return [transition for transition in found if isinstance(transition, Stepped)]
 
     def _require_sound(self) -> None:
         if self._failure is not None:
@@ -190,15 +195,14 @@ def read_history(path: Path) -> Iterator[Transition]:
     yield from _rows(path, "SELECT kind, content FROM transitions ORDER BY seq")
 
 
-def steps_after(path: Path, step: int) -> list[Stepped]:
-    """Batch steps above `step` in a ledger file, in order."""
-    query = (
-        "SELECT kind, content FROM transitions WHERE kind = 'Stepped' AND subject > ? "
-        "ORDER BY subject"
-    )
-    return [
-        transition for transition in _rows(path, query, step) if isinstance(transition, Stepped)
-    ]
+def last_step(path: Path) -> int:
+    """The newest batch step of a ledger file; 0 before the first."""
+    with closing(_open(path)) as connection:
+        try:
+            query = "SELECT max(subject) FROM transitions WHERE kind = 'Stepped'"
+            return connection.execute(query).fetchone()[0] or 0
+        except sqlite3.Error as error:
+            raise _unusable(path, error) from error
 
 
 def _rows(path: Path, query: str, *values: Any) -> Iterator[Transition]:

@@ -15,8 +15,7 @@ from learner.messages import CheckpointError
 from orchestrator.calls import within
 from orchestrator.errors import RunError
 from orchestrator.history.ledger_file import LedgerFile
-from orchestrator.history.trajectory_log import GroupKey
-from orchestrator.history.transitions import Stepped
+from orchestrator.history.transitions import GroupKey, Stepped
 from orchestrator.run_directory import RunDirectory
 from orchestrator.store import STORE_TIMEOUT_S, ReadyGroup
 

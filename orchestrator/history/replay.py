@@ -15,7 +15,7 @@ import ray
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from learner.group import LearnerDied, LearnerGroup
+from learner.group import LearnerDied
 from orchestrator import cluster
 from orchestrator.config import RunConfig
 from orchestrator.console import Console
@@ -67,7 +67,7 @@ async def _replay(
     end: int,
 ) -> None:
     ledger_file = LedgerFile(directory.ledger)
-    learner = LearnerGroup(cluster.learner_spec(config, folder))
+    learner = cluster.learner_group(config, folder)
     try:
         store = cluster.create_store(directory.trajectories, folder)
         await learner.start()

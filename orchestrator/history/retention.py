@@ -2,10 +2,7 @@
 
 from collections.abc import Mapping
 
-from orchestrator.history.transitions import Stepped, Transition
-
-GroupKey = tuple[int, int]
-"""Group and attempt."""
+from orchestrator.history.transitions import GroupKey, Stepped, Transition
 
 
 class Retention:

@@ -13,11 +13,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
+from orchestrator.history.transitions import GroupKey
+
 SEGMENT_BYTES = 64 << 20
 _SUFFIX = ".arrows"
-
-GroupKey = tuple[int, int]
-"""Group and attempt."""
 
 
 class TrajectoryLog:

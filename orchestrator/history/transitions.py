@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+GroupKey = tuple[int, int]
+"""Group and attempt."""
+
 
 class LedgerError(RuntimeError):
     """A transition that the lifecycle does not allow, or a balance that does not hold."""
@@ -113,8 +116,8 @@ class Stepped:
     """The bound that held for it."""
     total_steps: int
     """Steps of the run at that time, which the learning-rate schedule depends on."""
-    groups: tuple[tuple[int, int], ...]
-    """Group and attempt, in the order in which the learner got them."""
+    groups: tuple[GroupKey, ...]
+    """In the order in which the learner got them."""
 
 
 GroupTransition = Admitted | Generated | Verified | Ready | Retried | Consumed | Dropped | Failed

@@ -6,8 +6,6 @@
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -55,7 +53,7 @@ def test_nothing_is_lost_whatever_dies(seed: int, tmp_path: Path) -> None:
             fault(scene, chance)
             scene.more_steps(2)
         scene.until(_whole, "whole again, with every worker at the newest weights")
-        assert _command(scene, "stop").returncode == 0
+        assert scene.run.command("stop").returncode == 0
         assert scene.run.wait(LIMIT_S) == 0, scene.told
     finally:
         if scene.run.process.poll() is None:
@@ -71,7 +69,7 @@ def _whole(status: RunStatus) -> bool:
 
 
 def _adds_up(scene: Scene) -> None:
-    told = _command(scene, "ledger", "--check")
+    told = scene.run.command("ledger", "--check")
     assert told.returncode == 0, told.stdout + scene.told
     report = json.loads(told.stdout.splitlines()[-1])
     assert report["balanced"] and report["failed_tasks"] == 0, report
@@ -84,13 +82,3 @@ def _adds_up(scene: Scene) -> None:
     assert set(consumed.values()) == {1}, "each group is trained once"
     lags = [record["staleness_max"] for record in scene.run.steps()]
     assert max(lag for lag in lags if lag is not None) <= MAX_STALENESS
-
-
-def _command(scene: Scene, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", *words],
-        capture_output=True,
-        text=True,
-        cwd=scene.run.runs.parent,
-        timeout=LIMIT_S,
-    )

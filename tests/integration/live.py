@@ -61,6 +61,18 @@ class LiveRun:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
+    def command(
+        self, *words: str, limit_s: float = START_LIMIT_S
+    ) -> subprocess.CompletedProcess[str]:
+        """A `slipstream` command, given where the run's folder of runs is `./runs`."""
+        return subprocess.run(
+            [sys.executable, "-m", "orchestrator.cli", *words],
+            capture_output=True,
+            text=True,
+            cwd=self.runs.parent,
+            timeout=limit_s,
+        )
+
     def wait(self, limit_s: float = START_LIMIT_S) -> int:
         """The exit code."""
         try:

@@ -1,7 +1,6 @@
 """A long live run for tests that steer it, watch it and disturb it."""
 
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
@@ -48,13 +47,7 @@ class Play:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """A `slipstream` command about this run."""
-        return subprocess.run(
-            [sys.executable, "-m", "orchestrator.cli", *words],
-            capture_output=True,
-            text=True,
-            cwd=self.run.runs.parent,
-            timeout=LIMIT_S,
-        )
+        return self.run.command(*words)
 
 
 def fleet(status: RunStatus, role: Role) -> FleetStatus:

@@ -32,6 +32,7 @@ from learner_groups import (
 from safetensors.torch import load as load_safetensors
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from actors.process_log import redirect_output
 from actors.trajectory import (
     TrajectoryError,
 )
@@ -408,7 +409,7 @@ def test_model_that_does_not_load_is_named(cluster, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     logs = tmp_path / "logs"
     logs.mkdir()
-    group = LearnerGroup(replace(spec(tmp_path, 1), logs=str(logs)))
+    group = LearnerGroup(replace(spec(tmp_path, 1), logs=str(logs)), redirect_output)
     with pytest.raises(ModelError, match=str(tmp_path)):
         asyncio.run(group.start())
     assert [path.name for path in logs.iterdir()] == ["learner-0.log"]

@@ -4,8 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +22,9 @@ OPTIONS = ("--evaluation.max_tasks", "16", "--checkpoint.every", "3", "--checkpo
 STEPS = 14
 
 
-def slipstream(run: LiveRun, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "orchestrator.cli", *words],
-        capture_output=True,
-        text=True,
-        cwd=run.runs.parent,
-        timeout=300,
-    )
-
-
 def balance(run: LiveRun) -> dict:
     """What `slipstream ledger --check` says, which must be content."""
-    told = slipstream(run, "ledger", "--check")
+    told = run.command("ledger", "--check")
     assert told.returncode == 0, told.stdout + told.stderr
     return json.loads(told.stdout.splitlines()[-1])
 
@@ -135,7 +123,7 @@ def _task_ids(path: Path) -> list[str]:
 
 def test_the_steps_can_be_replayed_bit_for_bit(resumed: LiveRun) -> None:
     """Steps of before and after both deaths lead to the weights that the run itself came to."""
-    answer = slipstream(resumed, "replay")
+    answer = resumed.command("replay")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     told = json.loads(answer.stdout.splitlines()[-1])
     assert told["different"] == {} and told["tensors"] > 30
@@ -144,6 +132,6 @@ def test_the_steps_can_be_replayed_bit_for_bit(resumed: LiveRun) -> None:
 def test_the_log_is_trimmed_to_what_the_oldest_checkpoint_needs(resumed: LiveRun) -> None:
     steps = sorted(int(p.name[5:]) for p in (resumed.directory / "checkpoints").glob("step_*"))
     assert steps == [12, STEPS]
-    answer = slipstream(resumed, "replay", "--from", "9")
+    answer = resumed.command("replay", "--from", "9")
     assert answer.returncode == 2
     assert "has checkpoints of steps 12, 14" in answer.stderr

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 from learner.checkpoint import (
-    COMPLETE,
     commit,
-    complete_checkpoints,
     recover_replaced,
     staging_folder,
 )
+from learner.layout import COMPLETE, finished_steps
 
 
 def write_staging(folder: Path, content: str) -> None:
@@ -36,7 +35,7 @@ def test_a_commit_replaces_a_checkpoint_of_its_name(tmp_path: Path) -> None:
         write_staging(folder, content)
         commit(folder, keep=2)
     assert contents(tmp_path) == {"step_3": "new"}
-    assert complete_checkpoints(tmp_path) == [folder]
+    assert finished_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -53,7 +52,7 @@ def test_a_replacement_that_was_interrupted_leaves_a_whole_checkpoint(
         staging_folder(folder).rename(folder)
     recover_replaced(tmp_path)
     assert contents(tmp_path) == {"step_3": "new" if renamed else "old"}
-    assert complete_checkpoints(tmp_path) == [folder]
+    assert finished_steps(tmp_path) == [3]
 
 
 def test_a_commit_after_an_interrupted_one_succeeds(tmp_path: Path) -> None:
